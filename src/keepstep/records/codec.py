@@ -1,0 +1,37 @@
+"""JSON codec and time formats of every record.
+
+Inside, times are int64 nanoseconds since the Unix epoch; outside they are RFC 3339 in UTC with nine digits.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def to_json(value: Any) -> bytes:
+    """Encode a record or plain value as compact JSON with a deterministic key order."""
+    return _encoder.encode(value)
+
+
+def to_pretty_json(value: Any) -> bytes:
+    """Encode a record for people: two-space indentation and a final newline."""
+    return msgspec.json.format(_encoder.encode(value), indent=2) + b"\n"
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """Decode and validate JSON as `kind`. Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return msgspec.json.decode(data, type=kind)
+
+
+def rfc3339(time_ns: int) -> str:
+    """UTC time with nine digits: 1_700_000_000_000_000_001 -> '2023-11-14T22:13:20.000000001Z'."""
+    seconds, nanos = divmod(time_ns, 1_000_000_000)
+    moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{nanos:09d}Z"

@@ -1,0 +1,67 @@
+"""Wire format of the Unix socket between a rank and its agent.
+
+A frame is a 4-byte big-endian length and that many bytes of JSON, at most MAX_FRAME_BYTES. Requests and replies alternate on a
+connection; a program with several threads opens one connection a thread. The first request is `hello`; a hello with another
+run or cycle than the agent's current one is refused, so nothing of an old cycle can talk to a new one.
+
+Requests (`op`):
+  hello  {run_id, cycle, rank, pid}
+  set    {key, value}                     -> {}
+  get    {key}                            -> {found, value}
+  cas    {key, value}                     -> {value}     sets only when absent; the value that now holds
+  wait   {keys, timeout_s}                -> {values} or error "timeout" with {missing}
+  report {kind, fields}                   -> {}          a mark for the timeline (times in CLOCK_MONOTONIC ns of this host)
+  grant  {checkpoint, step}               -> {granted}   may this checkpoint be published? journaled before the answer
+  buffer {name, size_bytes}               -> {size_bytes} plus one memfd as SCM_RIGHTS; the agent keeps it alive
+  inject {spec}                           -> {}          carry out an injection that only the launcher can (see inject.py)
+Every reply has `ok`; when false, `error` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+MAX_FRAME_BYTES = 1 << 20
+
+ENV_AGENT_SOCKET = "KEEPSTEP_AGENT_SOCKET"
+ENV_PAGE_FD = "KEEPSTEP_PAGE_FD"
+ENV_RUN_ID = "KEEPSTEP_RUN_ID"
+ENV_ATTEMPT = "KEEPSTEP_ATTEMPT"
+ENV_CYCLE = "KEEPSTEP_CYCLE"
+ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
+ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
+ENV_INJECT = "KEEPSTEP_INJECT"
+ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Length-prefixed JSON. Raises ValueError when the message is larger than MAX_FRAME_BYTES."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return struct.pack(">I", len(body)) + body
+
+
+def recv_exact(sock: socket.socket, count: int) -> bytes:
+    """Read exactly `count` bytes. Raises ConnectionError when the peer closes first."""
+    parts = bytearray()
+    while len(parts) < count:
+        chunk = sock.recv(count - len(parts))
+        if not chunk:
+            raise ConnectionError("peer closed the connection")
+        parts += chunk
+    return bytes(parts)
+
+
+def recv_frame(sock: socket.socket) -> dict[str, Any]:
+    """Read one frame from a blocking socket. Raises ConnectionError or ValueError (too large, not an object)."""
+    (length,) = struct.unpack(">I", recv_exact(sock, 4))
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+    message = json.loads(recv_exact(sock, length))
+    if not isinstance(message, dict):
+        raise ValueError("frame is not a JSON object")
+    return message

@@ -1,0 +1,69 @@
+"""Grammar of `--inject`: KIND@KEY=VALUE[,KEY=VALUE...].
+
+Parsed by the launcher (to refuse mistakes early) and by the trainer library in the rank that carries the injection out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+import msgspec
+
+from keepstep.records.errors import ConfigError
+
+InjectKind = Literal[
+    "kill", "stop", "hang", "raise", "exit", "slow", "nan", "corrupt-checkpoint", "coordinator-kill", "preempt"
+]
+KINDS: tuple[str, ...] = get_args(InjectKind)
+_KEYS: dict[str, type] = {
+    "step": int,
+    "rank": int,
+    "cycle": int,
+    "node": str,
+    "code": int,
+    "factor": float,
+    "steps": int,
+    "seconds": float,
+}
+_EXTRA: dict[str, set[str]] = {"exit": {"code"}, "slow": {"factor", "steps", "seconds"}}
+# Without a step (a script that reports none) only what can be done from outside the rank is possible, `seconds` after the start.
+OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt")
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One fault to cause. `step`: before this step begins. `seconds`: after the ranks of the cycle were started."""
+
+    kind: InjectKind
+    step: int | None = None
+    seconds: float | None = None
+    rank: int = 0
+    cycle: int = 0
+    node: str | None = None
+    code: int = 1
+    factor: float = 2.0
+    steps: int = 1
+
+
+def parse_injection(spec: str) -> Injection:
+    """Parse one specification. Raises ConfigError naming the part that is wrong and what is valid there."""
+    kind, at, rest = spec.partition("@")
+    if kind not in KINDS:
+        raise ConfigError(f"--inject {spec!r}: unknown kind {kind!r}; valid kinds: {', '.join(KINDS)}")
+    fields: dict[str, int | float | str] = {}
+    allowed = {"step", "rank", "cycle", "node", *_EXTRA.get(kind, set())}
+    if kind in OUTSIDE_KINDS:
+        allowed.add("seconds")
+    for pair in rest.split(",") if at else []:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in allowed:
+            raise ConfigError(f"--inject {spec!r}: {pair!r} is not one of {', '.join(sorted(allowed))} as KEY=VALUE")
+        if key in fields:
+            raise ConfigError(f"--inject {spec!r}: {key} is given twice")
+        try:
+            fields[key] = _KEYS[key](value)
+        except ValueError:
+            raise ConfigError(f"--inject {spec!r}: {key}={value!r} is not a {_KEYS[key].__name__}") from None
+    if "step" not in fields and not (kind in OUTSIDE_KINDS and "seconds" in fields):
+        hint = "step=N or seconds=S" if kind in OUTSIDE_KINDS else "step=N"
+        raise ConfigError(f"--inject {spec!r}: needs {hint}")
+    return msgspec.convert({"kind": cast(InjectKind, kind), **fields}, Injection)

@@ -1,0 +1,59 @@
+"""Layout of the progress page: one small shared-memory file a rank, written by the rank, read by its agent.
+
+Each field is one aligned 8-byte word, written by one native store through `memoryview.cast("Q")`. There is no lock and no
+sequence counter: a rank killed in the middle would leave one odd for ever. Every word is valid alone, so step and section depth
+share one word, and a reader takes two equal looks or calls the look torn. Times are CLOCK_MONOTONIC nanoseconds.
+"""
+
+from __future__ import annotations
+
+PAGE_BYTES = 4096
+PAGE_WORDS = PAGE_BYTES // 8
+MAGIC = 0x31304547_41505350  # "PSPAGE01"
+
+# Written by the agent before the rank starts.
+W_MAGIC = 0
+W_CYCLE = 1
+W_RANK = 2
+W_SPAWNED_NS = 3
+# Written by the agent while the rank runs.
+W_LEASE_EXPIRY_NS = 4
+W_STOP_REQUEST = 5  # 0 none, 1 stop at the next shared decision
+W_DECISIONS = 6
+# Written by the rank.
+W_ATTACHED_NS = 8  # ks.init() was called
+W_STEP = 9  # (step << 8) | section depth + 1 inside a step, (step << 8) between steps
+W_BEAT_NS = 10  # last change of W_STEP
+W_COMPLETED = 11  # number of completed steps, as the script counts them (step + 1 at exit of step `step`)
+W_COMPLETED_NS = 12  # when it left that step
+W_STEPS_DONE = 13  # steps completed by this process
+W_FIRST_DONE_NS = 14  # when it left its first step
+W_FLAGS = 15  # bit 0: finished (run.finish() was called); bit 1: saving synchronously / closing
+W_PHASE = 16  # what the rank does outside steps: see PHASE_*
+W_STEP_NS_SUM = 17  # sum of step durations
+W_BLOCK_NS_SUM = 18  # sum of checkpoint blocking times
+
+# Section stack: depth entries of (name id, entered ns).
+W_SECTIONS = 32
+MAX_SECTION_DEPTH = 8
+# Sum of the time spent in each section, by name id.
+W_SECTION_SUMS = 64
+MAX_SECTION_NAMES = 32
+# Section names: 32 bytes each, zero padded UTF-8, written once when a name is first used.
+NAMES_OFFSET = 1024
+NAME_BYTES = 32
+
+FLAG_FINISHED = 1
+
+PHASE_NONE = 0
+PHASE_INIT = 1
+PHASE_RESTORE = 2
+PHASE_TRAIN = 3
+PHASE_CLOSE = 4
+PHASE_NAMES = {
+    PHASE_NONE: "starting",
+    PHASE_INIT: "init",
+    PHASE_RESTORE: "restore",
+    PHASE_TRAIN: "train",
+    PHASE_CLOSE: "close",
+}
