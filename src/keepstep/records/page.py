@@ -1,8 +1,8 @@
 """Layout of the progress page: one small shared-memory file a rank, written by the rank, read by its agent.
 
 Each field is one aligned 8-byte word, written by one native store through `memoryview.cast("Q")`. There is no lock and no
-sequence counter: a rank killed in the middle would leave one odd for ever. Every word is valid alone, so step and section depth
-share one word, and a reader takes two equal looks or calls the look torn. Times are CLOCK_MONOTONIC nanoseconds.
+sequence counter: a rank killed in the middle would leave one odd for ever. Every word is valid alone; step number and "inside a step"
+share one word; a reader takes two equal looks or calls the look torn. Times are CLOCK_MONOTONIC nanoseconds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ W_STOP_REQUEST = 5  # 0 none, 1 stop at the next shared decision
 W_DECISIONS = 6
 # Written by the rank.
 W_ATTACHED_NS = 8  # ks.init() was called
-W_STEP = 9  # (step << 8) | section depth + 1 inside a step, (step << 8) between steps
-W_BEAT_NS = 10  # last change of W_STEP
+W_STEP = 9  # (step << 8) | 1 inside a step, (completed steps << 8) between steps
+W_BEAT_NS = 10  # when the step was entered
 W_COMPLETED = 11  # number of completed steps, as the script counts them (step + 1 at exit of step `step`)
 W_COMPLETED_NS = 12  # when it left that step
-W_STEPS_DONE = 13  # steps completed by this process
-W_FIRST_DONE_NS = 14  # when it left its first step
-W_FLAGS = 15  # bit 0: finished (run.finish() was called); bit 1: saving synchronously / closing
+W_FIRST_STEP = 13  # the first completed step count of this process
+W_FIRST_DONE_NS = 14  # when it left its first step (written when the second begins)
+W_FLAGS = 15  # bit 0: finished (run.finish() was called)
 W_PHASE = 16  # what the rank does outside steps: see PHASE_*
-W_STEP_NS_SUM = 17  # sum of step durations
-W_BLOCK_NS_SUM = 18  # sum of checkpoint blocking times
+W_PHASE_NS = 17  # when W_PHASE changed
 
-# Section stack: depth entries of (name id, entered ns).
+# Section stack: entries of (name id, entered ns); an id of 0 ends the stack.
 W_SECTIONS = 32
 MAX_SECTION_DEPTH = 8
 # Sum of the time spent in each section, by name id.

@@ -1,0 +1,128 @@
+"""Which checkpoint training should continue from: the head of the surviving lineage, read from the folders alone.
+
+Each restore abandons what it went back over: when a life of a job starts at step s, every checkpoint beyond s that was
+there is dead history. Within a run, lives are ordered by cycle; between runs, which have no common cycles, by time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from keepstep.checkpoint.layout import FolderName, parse_folder_name
+from keepstep.checkpoint.manifest import Facts, Manifest, UnsignedError, UntrustedKeyError
+from keepstep.checkpoint.quarantine import quarantined
+from keepstep.checkpoint.verify import find_marker, read_manifest
+from keepstep.checkpoint.writer import storage_error
+from keepstep.records.errors import StorageError, VerificationError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+
+Distrust = Literal["key", "unsigned"]
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint folder of a root. `manifest` is None with `error` set when its marker does not verify.
+
+    `distrust` says that policy and not damage is why: signed by another key, or not signed.
+
+    `abandoned_by` names the life (run and cycle) that went back before it; None for the surviving lineage.
+    """
+
+    name: FolderName
+    path: Path
+    committed: bool
+    quarantined: bool = False
+    manifest: Manifest | None = None
+    error: str | None = None
+    distrust: Distrust | None = None
+    abandoned_by: str | None = None
+
+    @property
+    def candidate(self) -> bool:
+        """True when a restore may try it."""
+        return self.committed and not self.quarantined and self.abandoned_by is None
+
+
+def list_checkpoints(
+    root: Path,
+    *,
+    trusted_key: EllipticCurvePublicKey | None,
+    allow_unsigned: bool = False,
+    run_id: str | None = None,
+) -> list[Listed]:
+    """Every checkpoint folder under `root` (of `run_id` only, if given), newest first; an absent root is empty.
+
+    Markers are read and their signatures checked; data files are not. Raises StorageError when the root cannot be
+    listed.
+    """
+    try:
+        names = [entry.name for entry in root.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error("list", root, error) from error
+    refused = quarantined(root)
+    found = []
+    for text in names:
+        name = parse_folder_name(text)
+        if name is None or (run_id is not None and name.run_id != run_id):
+            continue
+        path = root / text
+        manifest, problem = None, None
+        distrust: Distrust | None = None
+        committed = find_marker(path) is not None
+        if committed:
+            try:
+                manifest = read_manifest(path, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+            except (VerificationError, StorageError) as error:
+                problem = str(error)
+                if isinstance(error, UntrustedKeyError | UnsignedError):
+                    distrust = "key" if isinstance(error, UntrustedKeyError) else "unsigned"
+        found.append(
+            Listed(
+                name=name,
+                path=path,
+                committed=committed,
+                quarantined=text in refused,
+                manifest=manifest,
+                error=problem,
+                distrust=distrust,
+            )
+        )
+    found.sort(key=lambda listed: listed.name, reverse=True)
+    return mark_abandoned(found)
+
+
+def mark_abandoned(listed: list[Listed]) -> list[Listed]:
+    """Fill `abandoned_by` of each entry from the lives that the verified manifests tell of."""
+    lives: dict[tuple[str, int, int, int], Facts] = {}
+    for entry in listed:
+        if entry.manifest is not None and entry.manifest.facts is not None:
+            facts = entry.manifest.facts
+            lives[(facts.run, facts.cycle, facts.attempt, facts.life_started_ns)] = facts
+    result = []
+    for entry in listed:
+        abandoning = next((life for life in lives.values() if _abandons(life, entry)), None)
+        text = None if abandoning is None else f"run {abandoning.run} cycle {abandoning.cycle}"
+        result.append(msgspec.structs.replace(entry, abandoned_by=text))
+    return result
+
+
+def _abandons(life: Facts, entry: Listed) -> bool:
+    """True when `life` began after `entry` was written and at an earlier step."""
+    if entry.name.step <= life.restored_step or (life.scope is not None and life.scope != entry.name.run_id):
+        return False
+    facts = entry.manifest.facts if entry.manifest is not None else None
+    if life.run == entry.name.run_id:
+        mine, its = (life.cycle, life.attempt), (entry.name.cycle, entry.name.attempt)
+        if mine != its:
+            return mine > its
+        # The same cycle number twice happens without a launcher that counts; the start of each life then tells them
+        # apart.
+        return facts is not None and facts.life_started_ns < life.life_started_ns
+    return facts is not None and facts.created_ns < life.life_started_ns

@@ -1,0 +1,193 @@
+"""The background half of a save: write this rank's file, tell rank 0, and let rank 0 commit for all."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.checkpoint.commit import commit, make_folder, write_latest, writer_facts
+from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.layout import INDEX_NAME, FolderName, rank_file_name
+from keepstep.checkpoint.restore import Life
+from keepstep.checkpoint.writer import FileFact, write_file
+from keepstep.records.errors import ChannelError, StorageError
+
+
+class SaveJob(msgspec.Struct, kw_only=True):
+    """One staged save of this rank. `data` is the staging buffer: it is not touched again before the save is over."""
+
+    root: Path
+    name: FolderName
+    header: bytes
+    data: memoryview
+    index: bytes
+    plan: str
+    life: Life
+    key: Any
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a save ended: `error` None means committed at `path`, whose manifest has SHA-256 `digest`."""
+
+    step: int
+    path: Path | None = None
+    digest: str | None = None
+    error: str | None = None
+    persist_ns: int = 0
+
+
+class Saver:
+    """Carries out one save at a time on a thread of its own.
+
+    The thread is not a daemon: a script that ends right after a save still commits it.
+    """
+
+    def __init__(self, channel: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+        self._number = 0
+        self.parent: str | None = None
+        self.newest: Path | None = None
+        self.failures_in_row = 0
+        self.last_error: str | None = None
+
+    def begin(self, job: SaveJob) -> None:
+        """Start the save; the one before must have been waited for."""
+        assert self._thread is None, "one save in flight"
+        self._number += 1
+        self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
+        self._thread.start()
+
+    def refuse(self, error: str) -> None:
+        """Tell the others that this rank cannot take part in the save that they are beginning."""
+        self._number += 1
+        key = "folder" if self._rank == 0 else f"rank/{self._rank}"
+        with contextlib.suppress(ChannelError):
+            self._channel.set(f"ckpt/{self._number}/{key}", {"error": error})
+
+    def wait(self) -> Outcome | None:
+        """Wait for the save in flight; its outcome, or None when there is none."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        outcome = self._outcome
+        assert outcome is not None
+        if outcome.error is None:
+            self.failures_in_row, self.last_error = 0, None
+            self.parent, self.newest = outcome.digest, outcome.path
+        else:
+            self.failures_in_row += 1
+            self.last_error = outcome.error
+        return outcome
+
+    def _work(self, job: SaveJob, number: int) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            outcome = self._lead(job, number, begin_ns) if self._rank == 0 else self._follow(job, number)
+        except Exception as error:  # whatever went wrong, training goes on and all ranks learn of it
+            outcome = Outcome(step=job.name.step, error=f"rank {self._rank}: {type(error).__name__}: {error}")
+        if self._rank == 0:
+            self._report(outcome)
+        self._outcome = outcome
+
+    def _report(self, outcome: Outcome) -> None:
+        with contextlib.suppress(ChannelError):
+            if outcome.error is None and outcome.path is not None:
+                fields = {"step": outcome.step, "checkpoint": outcome.path.name, "persist_ns": outcome.persist_ns}
+                self._channel.report("committed", fields)
+            else:
+                self._channel.report("ckpt_failed", {"step": outcome.step, "error": outcome.error})
+
+    # ---- rank 0
+
+    def _lead(self, job: SaveJob, number: int, begin_ns: int) -> Outcome:
+        step = job.name.step
+        try:
+            folder = make_folder(job.root, job.name)
+        except StorageError as error:
+            self._channel.set(f"ckpt/{number}/folder", {"error": str(error)})
+            return Outcome(step=step, error=str(error))
+        self._channel.set(f"ckpt/{number}/folder", {"name": folder.name})
+        try:
+            digest = self._publish(job, folder, number)
+        except Exception as error:
+            text = str(error) or type(error).__name__
+            self._channel.set(f"ckpt/{number}/result", {"error": text})
+            return Outcome(step=step, error=text)
+        # The commit is durable; a channel that fails now changes nothing about that.
+        with contextlib.suppress(ChannelError):
+            self._channel.set(f"ckpt/{number}/result", {"digest": digest})
+        write_latest(job.root, step)
+        return Outcome(step=step, path=folder, digest=digest, persist_ns=time.monotonic_ns() - begin_ns)
+
+    def _publish(self, job: SaveJob, folder: Path, number: int) -> str:
+        own = write_file(folder / rank_file_name(0, self._world_size), [job.header, job.data])
+        files = [own, *self._collect(job, number)]
+        files.append(write_file(folder / INDEX_NAME, [job.index]))
+        if not self._channel.grant(folder.name, job.name.step):
+            raise StorageError(f"{folder.name}: the launcher did not grant the commit (this cycle is over)")
+        life = job.life
+        facts = writer_facts(
+            job.name,
+            world=self._world_size,
+            parent=self.parent,
+            restored_step=life.restored_step,
+            restored_from=life.checkpoint,
+            scope=life.scope,
+            life_started_ns=life.started_ns,
+        )
+        return commit(folder, files, facts, job.key).digest
+
+    def _collect(self, job: SaveJob, number: int) -> list[FileFact]:
+        """The files of all other ranks. Raises StorageError as soon as one rank failed or holds another state."""
+        deadline = time.monotonic() + self._timeout_s
+        files = []
+        for rank in range(1, self._world_size):
+            key = f"ckpt/{number}/rank/{rank}"
+            value = self._channel.wait([key], max(0.0, deadline - time.monotonic()))[key]
+            if "error" in value:
+                raise StorageError(f"rank {rank}: {value['error']}")
+            if value["plan"] != job.plan:
+                raise StorageError(
+                    f"rank {rank} holds other tensors than rank 0 (names, shapes or types differ); "
+                    "give the names of what differs as per_rank"
+                )
+            expected = rank_file_name(rank, self._world_size)
+            file = msgspec.convert(value, FileFact)
+            if file.name != expected:
+                raise StorageError(f"rank {rank} wrote {file.name}, expected {expected}")
+            files.append(file)
+        return files
+
+    # ---- the other ranks
+
+    def _follow(self, job: SaveJob, number: int) -> Outcome:
+        step = job.name.step
+        key = f"ckpt/{number}/folder"
+        place = self._channel.wait([key], self._timeout_s)[key]
+        if "error" in place:
+            return Outcome(step=step, error=place["error"])
+        folder = job.root / place["name"]
+        report = f"ckpt/{number}/rank/{self._rank}"
+        try:
+            file = write_file(folder / rank_file_name(self._rank, self._world_size), [job.header, job.data])
+        except Exception as error:
+            self._channel.set(report, {"error": str(error) or type(error).__name__})
+        else:
+            self._channel.set(report, {**msgspec.to_builtins(file), "plan": job.plan})
+        result_key = f"ckpt/{number}/result"
+        # Rank 0 gives up after its own time limit and then says so; wait a little longer than that.
+        result = self._channel.wait([result_key], 2 * self._timeout_s)[result_key]
+        if "error" in result:
+            return Outcome(step=step, error=result["error"])
+        return Outcome(step=step, path=folder, digest=result["digest"])

@@ -1,0 +1,479 @@
+"""The agent: one `keepstep run` on one host. Starts coordinator (where it leads) and zygote, and runs cycles as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from keepstep.launcher import messages as m
+from keepstep.launcher.clock import Anchor, boot_ns
+from keepstep.launcher.config import RunConfig
+from keepstep.launcher.environment import cycle_environment, uses_trainer
+from keepstep.launcher.files import RunLock, write_atomic
+from keepstep.launcher.learn import worth_learning
+from keepstep.launcher.link import Link, RefusedError
+from keepstep.launcher.localcycle import LocalCycle, LocalRank
+from keepstep.launcher.logs import LogThread, Stream, wants
+from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
+from keepstep.launcher.rankmain import RankSpec
+from keepstep.launcher.ranklink import RankServer
+from keepstep.launcher.spawn import RankFiles, SpawnError, Zygote, exec_rank, free_port, zygote_environment
+from keepstep.launcher.watch import RankPages
+from keepstep.records.codec import to_pretty_json
+from keepstep.records.errors import KeepstepError
+from keepstep.records.exits import EXIT_FAILURE
+from keepstep.records.frames import ENV_RUN_ID
+from keepstep.records.inject import Injection
+
+MAX_COORDINATOR_DEATHS = 5
+DEATH_WINDOW_S = 20.0
+LEARN_AFTER_S = 5.0
+
+
+class Agent:
+    """Everything one launcher holds. `main` returns the exit code of `keepstep run`."""
+
+    def __init__(self, config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int) -> None:
+        self.config = config
+        self.run_id = config.run_id
+        self.run_dir = Path(config.run_dir)
+        self.node_dir = self.run_dir / "nodes" / config.node
+        self.anchor = Anchor.take()
+        self._sockets = sockets
+        self._lock = lock
+        self._started_boot_ns = started_boot_ns
+        self._rng = random.Random(os.urandom(8))
+        self._logs = LogThread()
+        self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
+        self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command)
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinator_deaths: list[float] = []
+        self._zygote: Zygote | None = None
+        self._learning: asyncio.Task[None] | None = None
+        self._next_zygote: Zygote | None = None
+        self._learned: set[str] = set()
+        self._cycle: LocalCycle | None = None
+        self._cycle_number = -1
+        self._cycle_task: asyncio.Task[None] | None = None
+        self._expect_steps = uses_trainer(config)
+        self._next_port = free_port(self._rng)
+        self._signals = 0
+        self._end: asyncio.Future[m.End] | None = None
+
+    # ---- life
+
+    async def main(self) -> int:
+        """Run until the coordinator says that the job is over, or until nothing can go on."""
+        loop = asyncio.get_running_loop()
+        self._end = loop.create_future()
+        become_subreaper()
+        self._clear_leftovers()
+        await self._server.start()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        if self._lock is not None:
+            self._start_coordinator()
+        if self.config.zygote:
+            self._zygote = self._new_zygote([])
+        link = asyncio.ensure_future(self._link.run())
+        try:
+            done, _ = await asyncio.wait({link, self._end}, return_when=asyncio.FIRST_COMPLETED)
+            if link in done:
+                link.result()
+            return self._report_end(self._end.result())
+        except (RefusedError, SpawnError, KeepstepError) as error:
+            self.say(str(error))
+            return EXIT_FAILURE
+        finally:
+            link.cancel()
+            await self._shut_down()
+
+    async def _shut_down(self) -> None:
+        if self._learning is not None:
+            self._learning.cancel()
+        if self._cycle is not None and self._cycle_task is not None:
+            self._cycle.stop("the launcher ends")
+            await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
+        if self._zygote is not None:
+            self._zygote.close()
+        if self._coordinator is not None:
+            await asyncio.to_thread(self._end_coordinator)
+        self._logs.drain(1.0)
+        self._logs.close()
+        await self._server.close()
+
+    def _end_coordinator(self) -> None:
+        """It leaves by itself once every agent has gone; a coordinator that does not is ended."""
+        assert self._coordinator is not None
+        try:
+            self._coordinator.wait(3)
+        except subprocess.TimeoutExpired:
+            self._coordinator.kill()
+            self._coordinator.wait()
+
+    def _clear_leftovers(self) -> None:
+        """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left."""
+        if self._lock is None:
+            return
+        for pid in with_environment(ENV_RUN_ID, self.run_id) - {os.getppid()}:
+            self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
+            kill_quietly(pid, signal.SIGKILL)
+
+    def say(self, text: str) -> None:
+        """One line for the user, also in logs/launcher.log."""
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+        with (self.run_dir / "logs" / "launcher.log").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} [{self.config.node}] {text}\n")
+
+    def _report_end(self, end: m.End) -> int:
+        if end.outcome != "succeeded":
+            where = f"first failing rank: {end.first_failing_rank}" if end.first_failing_rank is not None else ""
+            self.say(" · ".join(t for t in (f"{end.outcome}: {end.cause}", end.message or "", where) if t))
+            if end.traceback and end.outcome == "failed":
+                print(end.traceback.rstrip(), file=sys.stderr, flush=True)
+        return end.exit_code
+
+    # ---- coordinator
+
+    def _start_coordinator(self) -> None:
+        attempt = self._link.welcome.attempt if self._link.welcome is not None else None
+        command = [sys.executable, "-m", "keepstep.launcher.coordinator"]
+        command += ["--run-dir", str(self.run_dir), "--socket", str(self._sockets / "coordinator.sock")]
+        command += ["--started-ns", str(self._started_boot_ns)]
+        if attempt is not None:
+            command += ["--attempt", str(attempt)]
+        with (self.run_dir / "logs" / "launcher.log").open("ab") as log:
+            self._coordinator = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        fd = os.pidfd_open(self._coordinator.pid)
+        asyncio.get_running_loop().add_reader(fd, self._on_coordinator_exit, fd)
+
+    def _on_coordinator_exit(self, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+        assert self._coordinator is not None and self._end is not None
+        status = self._coordinator.wait()
+        if self._end.done():
+            return
+        now = time.monotonic()
+        self._coordinator_deaths = [t for t in self._coordinator_deaths if now - t < DEATH_WINDOW_S] + [now]
+        if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS:
+            log = self.run_dir / "logs" / "launcher.log"
+            self._end.set_exception(
+                KeepstepError(f"the coordinator ended {len(self._coordinator_deaths)} times in {DEATH_WINDOW_S:g} s; see {log}")
+            )
+            return
+        self.say(f"the coordinator ended (status {status}); starting it again, ranks go on")
+        self._start_coordinator()
+
+    def _hello(self, epoch: int) -> m.Hello:
+        return m.Hello(
+            id=self._link.new_id(),
+            cycle=self._cycle_number,
+            run_id=self.run_id,
+            node=self.config.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            nproc=self.config.nproc,
+            next_port=self._next_port,
+            next_addr="127.0.0.1",
+            epoch=epoch,
+        )
+
+    def send(self, make: Callable[[int], m.AgentMessage]) -> asyncio.Future[Any]:
+        """Send to the coordinator; repeated until it answers."""
+        return self._link.request(make)
+
+    def _on_command(self, command: m.FromCoordinator) -> None:
+        assert self._end is not None
+        match command:
+            case m.Welcome():
+                pass
+            case m.StartCycle():
+                if command.cycle > self._cycle_number:
+                    self._cycle_number = command.cycle
+                    self._cycle_task = asyncio.ensure_future(self._run_cycle(command))
+            case m.StopCycle():
+                self._stop_cycle(command.cycle, command.reason)
+            case m.AskStop():
+                if self._cycle is not None and self._cycle.number == command.cycle:
+                    self._cycle.ask_stop(command.signum)
+                elif command.cycle > self._cycle_number:
+                    self._stop_cycle(command.cycle, "stop requested before it began")
+            case m.End():
+                if not self._end.done():
+                    self._end.set_result(command)
+
+    def _stop_cycle(self, number: int, reason: str) -> None:
+        if self._cycle is not None and self._cycle.number == number:
+            self._cycle.stop(reason)
+        elif number > self._cycle_number:
+            # Told to stop before it was told to start: nothing of it exists here.
+            self._cycle_number = number
+            now = self.anchor.now()
+            empty: dict[str, Any] = {"statuses": {}, "failures": [], "completed": {}, "completed_ns": 0}
+            self.send(
+                lambda i: m.Stopped(id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._next_port, **empty)
+            )
+
+    # ---- signals and injections
+
+    def _on_signal(self, signum: int) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self.say(f"{signal.Signals(signum).name}: asking the job to stop (again to stop at once)")
+            self.send(lambda i: m.StopRequest(id=i, signum=signum, node=self.config.node))
+            grace = self.config.stop_grace_s + self.config.capture_s + 5
+            asyncio.get_running_loop().call_later(grace, self._give_up, signum)
+        elif self._cycle is not None:
+            self._cycle.stop("interrupted twice")
+        elif self._signals > 2:
+            self._give_up(signum)
+
+    def _give_up(self, signum: int) -> None:
+        """The coordinator did not answer a stop request: end without its verdict."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(m.End(epoch=0, exit_code=128 + signum, outcome="stopped", cause="no answer from the coordinator"))
+
+    def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
+        """Cause a fault from outside the ranks, with a real signal."""
+        if cycle is not self._cycle or (injection.node is not None and injection.node != self.config.node):
+            return
+        if injection.kind == "coordinator-kill":
+            if self._coordinator is not None:
+                self.say("injecting coordinator-kill")
+                kill_quietly(self._coordinator.pid, signal.SIGKILL)
+        elif injection.kind == "preempt":
+            self.say("injecting preempt: SIGTERM to this launcher")
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif injection.rank in cycle.ranks and cycle.ranks[injection.rank].status is None:
+            self.say(f"injecting {injection.kind} on rank {injection.rank}")
+            kill_quietly(cycle.ranks[injection.rank].pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
+
+    # ---- what ranks ask for (RankHost)
+
+    def current_cycle(self) -> int:
+        """Number of the cycle whose ranks may talk to this agent."""
+        return self._cycle_number
+
+    async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
+        """Forward a side-channel request of a rank to the coordinator. Raises ChannelError."""
+        match op:
+            case "set" | "cas":
+                key, value, absent = str(request["key"]), request["value"], op == "cas"
+                result = await self.send(lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=absent))
+            case "get":
+                result = await self.send(lambda i: m.KvGet(id=i, cycle=cycle, key=str(request["key"])))
+            case "wait":
+                keys, limit = [str(k) for k in request["keys"]], float(request["timeout_s"])
+                result = await self.send(lambda i: m.KvWait(id=i, cycle=cycle, keys=keys, timeout_s=limit))
+            case _:
+                name, step = str(request["checkpoint"]), int(request["step"])
+                result = await self.send(lambda i: m.Grant(id=i, cycle=cycle, checkpoint=name, step=step))
+        return dict(result or {})
+
+    def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        """Take a mark of a rank; its CLOCK_MONOTONIC times become UTC. The rank does not wait for the disk."""
+        times = {k: self.anchor.from_monotonic(int(fields[k])) for k in ("at_ns", "begin_ns", "end_ns") if k in fields}
+        attrs = {**fields, **times}
+        at_ns = attrs.pop("at_ns", None) or attrs.get("end_ns") or self.anchor.now()
+        if kind == "attached":
+            self._expect_steps = True
+            if self._cycle is not None:
+                self._cycle.attached()
+        if kind == "quarantined":
+            self.say(f"checkpoint {attrs.get('checkpoint')} refused and quarantined: {attrs.get('reason')}")
+        self.send(lambda i: m.Note(id=i, cycle=cycle, kind=kind, rank=rank, t_ns=at_ns, attrs=attrs))
+
+    def inject(self, cycle: int, spec: str) -> str | None:
+        """A rank came to the step of an injection that only the launcher can carry out."""
+        injection = msgspec.json.decode(spec, type=Injection)
+        if injection not in self.config.inject or self._cycle is None or cycle != self._cycle.number:
+            return "not one of this run's injections"
+        self.do_injection(injection, self._cycle)
+        return None
+
+    def infrastructure(self) -> set[int]:
+        """pids of this launcher's own helpers, which are no leftovers of ranks."""
+        pids = {self._coordinator.pid} if self._coordinator is not None else set()
+        zygotes = [self._zygote, self._next_zygote]
+        return pids | {z.pid for z in zygotes if z is not None}
+
+    # ---- cycles
+
+    async def _run_cycle(self, command: m.StartCycle) -> None:
+        assigned_ns = self.anchor.now()
+        if self._link.welcome is not None:
+            w = self._link.welcome
+            self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
+        try:
+            cycle, specs, files = self._prepare(command)
+            self._cycle = cycle
+            try:
+                pids, path = await self._spawn(specs, files)
+            finally:
+                for f in files:
+                    os.close(f.stdout)
+                    os.close(f.stderr)
+        except (SpawnError, OSError) as error:
+            assert self._end is not None
+            self._end.set_exception(KeepstepError(f"cycle {command.cycle}: cannot start ranks: {error}"))
+            return
+        cycle.adopt(pids)
+        ranks = [{"rank": r.rank, "local_rank": r.local_rank, "pid": r.pid} for r in cycle.ranks.values()]
+        now = self.anchor.now()
+        self.send(
+            lambda i: m.Started(id=i, cycle=command.cycle, ranks=ranks, assigned_ns=assigned_ns, started_ns=now, path=path)
+        )
+        learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self._learn, cycle)
+        make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
+        learn.cancel()
+        self._next_port = free_port(self._rng)
+        self._cycle = None
+        stopped = make(0)
+        self._say_stopped(stopped, cycle)
+        self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._next_port))
+
+    def _say_stopped(self, stopped: m.Stopped, cycle: LocalCycle) -> None:
+        fault = cycle.fault
+        if fault is not None:
+            blame = f"; the others wait for rank {', '.join(map(str, stopped.culprits))}" if stopped.culprits else ""
+            self.say(f"cycle {stopped.cycle}: {fault.detail}{blame}")
+
+    def _prepare(self, command: m.StartCycle) -> tuple[LocalCycle, list[RankSpec], list[RankFiles]]:
+        """Records, pages, pipes and specifications of the local ranks."""
+        errors = self.node_dir / "errors"
+        errors.mkdir(parents=True, exist_ok=True, mode=0o700)
+        info = self.node_dir / f"cycle-{command.cycle:04d}.json"
+        write_atomic(info, to_pretty_json({"schema": "keepstep.cycle/1", "run_id": self.run_id, **_cycle_info(command)}))
+        self._logs.start_cycle(self.run_dir / "logs" / f"cycle-{command.cycle:04d}.log")
+        ranks: list[LocalRank] = []
+        specs: list[RankSpec] = []
+        files: list[RankFiles] = []
+        for local in range(self.config.nproc):
+            number = command.first_rank + local
+            stem = errors / f"cycle-{command.cycle:04d}-rank-{number:05d}"
+            pages = RankPages(number, command.cycle)
+            rank = LocalRank(
+                rank=number,
+                local_rank=local,
+                pages=pages,
+                failure_path=stem.with_suffix(".keepstep.json"),
+                error_path=stem.with_suffix(".json"),
+            )
+            env = cycle_environment(self.config, command, local, self._server.path, info, rank.error_path)
+            ranks.append(rank)
+            specs.append(self._spec(rank, env))
+            files.append(self._files(rank, pages))
+        return LocalCycle(self, command, ranks, self._expect_steps), specs, files
+
+    def _spec(self, rank: LocalRank, env: dict[str, str]) -> RankSpec:
+        return RankSpec(
+            rank=rank.rank,
+            mode=self.config.mode,
+            script=self.config.script,
+            args=[a.replace("${local_rank}", str(rank.local_rank)) for a in self.config.args],
+            env=env,
+            cwd=os.getcwd(),
+            agent_pid=os.getpid(),
+            failure_path=str(rank.failure_path),
+            error_path=str(rank.error_path),
+        )
+
+    def _files(self, rank: LocalRank, pages: RankPages) -> RankFiles:
+        c = self.config
+        ends = {}
+        for name, console in (("stdout", 1), ("stderr", 2)):
+            read_end, write_end = os.pipe2(os.O_CLOEXEC)
+            ends[name] = write_end
+            redirected, teed = wants(c.redirects, rank.local_rank, name), wants(c.tee, rank.local_rank, name)
+            shown = not redirected and (not c.local_ranks_filter or rank.local_rank in c.local_ranks_filter)
+            extra = None
+            if redirected or teed:
+                folder = Path(c.log_dir or self.run_dir / "logs") / f"attempt_{self._cycle_number}" / str(rank.local_rank)
+                folder.mkdir(parents=True, exist_ok=True)
+                extra = (folder / f"{name}.log").open("ab", buffering=0)
+            self._logs.add(
+                Stream(
+                    fd=read_end,
+                    rank=rank.rank,
+                    local_rank=rank.local_rank,
+                    name=name,
+                    pending=bytearray(),
+                    console=console if shown or teed else None,
+                    console_prefix=f"[{c.role}{rank.local_rank}]:".encode() if teed else b"",
+                    extra=extra,
+                )
+            )
+        return RankFiles(stdout=ends["stdout"], stderr=ends["stderr"], pages=pages)
+
+    async def _spawn(self, specs: list[RankSpec], files: list[RankFiles]) -> tuple[dict[int, int], str]:
+        """Fork from the zygote, or start fresh interpreters when it may not. Returns rank -> pid and the way it was done."""
+        if self._zygote is not None:
+            try:
+                pids = await self._zygote.fork(specs, files)
+                return dict(zip((s.rank for s in specs), pids, strict=True)), "fork"
+            except SpawnError as error:
+                self.say(f"not forking ranks: {error}; starting fresh interpreters instead")
+                self._zygote.close()
+                self._zygote = self._new_zygote([]) if "gone" in str(error) else None
+        return {s.rank: exec_rank(s, f) for s, f in zip(specs, files, strict=True)}, "exec"
+
+    # ---- zygote
+
+    def _new_zygote(self, trial: list[str]) -> Zygote:
+        env = zygote_environment(cycle_environment(self.config, None, 0, self._server.path, None, None))
+        return Zygote(env, self.config.preload, trial, self.run_dir / "logs" / "zygote.log")
+
+    def _learn(self, cycle: LocalCycle) -> None:
+        """After some seconds of training: prepare a second zygote with the library modules this script imported."""
+        if self._zygote is None or self._learning is not None or cycle is not self._cycle:
+            return
+        names = {n for r in cycle.ranks.values() for n in r.pages.imported_names()} - self._learned
+        modules = worth_learning(sorted(names), self.config)
+        if modules:
+            self._learned |= set(modules)
+            self._learning = asyncio.ensure_future(self._prepare_zygote(sorted(self._learned)))
+
+    async def _prepare_zygote(self, modules: list[str]) -> None:
+        self._next_zygote = self._new_zygote(modules)
+        ready = await self._next_zygote.ready
+        report = {"learned": [x for x in modules if x not in ready["skipped"]], "skipped": ready["skipped"]}
+        (self.node_dir / "preload.json").write_text(json.dumps(report, indent=2))
+        if ready["why_not_fork"] is None:
+            old, self._zygote = self._zygote, self._next_zygote
+            if old is not None:
+                old.close()
+        else:
+            self._next_zygote.close()
+        self._next_zygote = None
+        self._learning = None
+
+
+def _cycle_info(command: m.StartCycle) -> dict[str, Any]:
+    return {
+        "cycle": command.cycle,
+        "attempt": command.attempt,
+        "master_addr": command.master_addr,
+        "master_port": command.master_port,
+        **command.record,
+    }
+
+
+async def run_agent(config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int | None = None) -> int:
+    """Run one launcher to its end; returns the exit code."""
+    agent = Agent(config, sockets, lock, started_boot_ns or boot_ns())
+    return await agent.main()

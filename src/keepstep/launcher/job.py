@@ -1,0 +1,475 @@
+"""The coordinator's state of a run, without any input or output.
+
+`handle` turns a message into journal records and a reply; `apply` changes the state by a record, live and in replay alike, so
+that a coordinator that died goes on from its journal. What agents should be doing follows from the state alone (`commands`),
+so nothing is lost when a message was not sent: the next coordinator sends it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from keepstep.launcher import messages as m
+from keepstep.launcher.rules import Ended, Outcome, cause_of, decide, fingerprint, first_failure
+from keepstep.records.cycle import VerdictFile
+from keepstep.records.exits import exit_status_name
+from keepstep.records.timeline import Mark
+
+Record = dict[str, Any]
+Phase = Literal["forming", "running", "stopping", "done"]
+RANK_MARKS_ALL = ("attached",)
+"""Marks that count when the last rank reports them."""
+
+
+class NodeState(msgspec.Struct, kw_only=True):
+    """A node that joined. Known from the journal; whether it is connected is the coordinator's business."""
+
+    node: str
+    host: str
+    nproc: int
+    next_addr: str
+    next_port: int
+    pid: int
+
+
+class CycleState(msgspec.Struct, kw_only=True):
+    """The current cycle."""
+
+    number: int
+    nodes: list[str]
+    ranks: list[dict[str, Any]]
+    master_addr: str
+    master_port: int
+    started: dict[str, dict[str, Any]] = {}
+    stopped: dict[str, m.Stopped] = {}
+    lost: list[str] = []
+    fault: m.Fault | None = None
+    reported: dict[str, dict[int, int]] = {}
+    kv: dict[str, Any] = {}
+    beats: dict[str, tuple[int, int]] = {}
+    first_step_count: int | None = None
+    restored_step: int | None = None
+    restored_from: str = "none"
+    restored_checkpoint: str | None = None
+    drained: bool = False
+
+
+class Job:
+    """State of one run; see the module's docstring."""
+
+    def __init__(self, run_id: str, nnodes: int, max_restarts: int, master: tuple[str | None, int | None]) -> None:
+        self.run_id = run_id
+        self.nnodes = nnodes
+        self.max_restarts = max_restarts
+        self.master = master
+        self.attempt = -1
+        self.epoch = 0
+        self.phase: Phase = "forming"
+        self.last_cycle = -1
+        self.cycle: CycleState | None = None
+        self.nodes: dict[str, NodeState] = {}
+        self.marks: list[Mark] = []
+        self.stop: dict[str, Any] | None = None
+        self.verdict: VerdictFile | None = None
+        self.counted = 0
+        self.port_retries = 0
+        self.last_fingerprint: tuple[str, int | None] | None = None
+        self.last_committed: int | None = None
+
+    # ---- replay
+
+    def apply(self, record: Record) -> None:
+        """Change the state by one journal record."""
+        getattr(self, f"_apply_{record['type']}")(record)
+
+    def _apply_open(self, r: Record) -> None:
+        self.epoch = r["epoch"]
+        if r["attempt"] != self.attempt:
+            # A new life of the launchers: whatever ran before is dead with its agents.
+            self.attempt = r["attempt"]
+            self.phase, self.cycle, self.nodes = "forming", None, {}
+            self.stop, self.verdict, self.counted, self.port_retries = None, None, 0, 0
+            self.last_fingerprint = None
+
+    def _apply_mark(self, r: Record) -> None:
+        mark = msgspec.convert(r["mark"], Mark)
+        self.marks.append(mark)
+        if mark.kind == "committed":
+            self.last_committed = mark.attrs.get("step")
+        if self.cycle is None or mark.cycle != self.cycle.number:
+            return
+        if mark.kind == "restored":
+            self.cycle.restored_step = mark.attrs.get("step")
+            self.cycle.restored_from = mark.attrs.get("source", "none")
+            self.cycle.restored_checkpoint = mark.attrs.get("checkpoint")
+        elif mark.kind == "first_step":
+            self.cycle.first_step_count = mark.attrs.get("step")
+        elif mark.kind == "drain":
+            self.cycle.drained = True
+
+    def _apply_node(self, r: Record) -> None:
+        self.nodes[r["node"]] = msgspec.convert({k: v for k, v in r.items() if k not in ("type", "seq")}, NodeState)
+
+    def _apply_cycle(self, r: Record) -> None:
+        self.cycle = CycleState(
+            number=r["cycle"],
+            nodes=r["nodes"],
+            ranks=r["ranks"],
+            master_addr=r["master_addr"],
+            master_port=r["master_port"],
+        )
+        self.last_cycle = r["cycle"]
+        self.phase = "running"
+
+    def _apply_started(self, r: Record) -> None:
+        if self.cycle is not None:
+            self.cycle.started[r["node"]] = r
+            pids = {p["rank"]: p["pid"] for p in r["ranks"]}
+            self.cycle.ranks = [{**p, "pid": pids.get(p["rank"], p.get("pid"))} for p in self.cycle.ranks]
+
+    def _apply_fault(self, r: Record) -> None:
+        if self.cycle is not None and self.cycle.fault is None:
+            self.cycle.fault = msgspec.convert(r["fault"], m.Fault)
+            self.phase = "stopping"
+
+    def _apply_node_lost(self, r: Record) -> None:
+        self.nodes.pop(r["node"], None)
+        if self.cycle is not None and r["node"] in self.cycle.nodes:
+            self.cycle.lost.append(r["node"])
+            if self.phase == "running":
+                self.phase = "stopping"
+
+    def _apply_stopped(self, r: Record) -> None:
+        if self.cycle is not None:
+            stopped = msgspec.convert(r["stopped"], m.Stopped)
+            self.cycle.stopped[r["node"]] = stopped
+            self.nodes[r["node"]].next_port = stopped.next_port
+            exits = {int(k): exit_status_name(v) for k, v in stopped.statuses.items()}
+            self.cycle.ranks = [{**p, "exit": exits.get(p["rank"], p.get("exit"))} for p in self.cycle.ranks]
+
+    def _apply_reported(self, r: Record) -> None:
+        if self.cycle is not None:
+            self.cycle.reported.setdefault(r["kind"], {})[r["rank"]] = r["t_ns"]
+
+    def _apply_kv(self, r: Record) -> None:
+        if self.cycle is not None and r["cycle"] == self.cycle.number:
+            self.cycle.kv[r["key"]] = r["value"]
+
+    def _apply_grant(self, r: Record) -> None:
+        """Nothing to remember: the record itself is what must exist before a marker may."""
+
+    def _apply_stop_request(self, r: Record) -> None:
+        if self.stop is None:
+            self.stop = r
+
+    def _apply_decision(self, r: Record) -> None:
+        outcome = r["outcome"]
+        self.counted += bool(outcome["counted"])
+        self.port_retries = self.port_retries + 1 if outcome["rule"] == "address_in_use" else 0
+        self.last_fingerprint = (r["fingerprint"], r["step"]) if r["fingerprint"] else None
+        self.phase = "forming"
+
+    def _apply_verdict(self, r: Record) -> None:
+        self.verdict = msgspec.convert(r["verdict"], VerdictFile)
+        self.phase = "done"
+
+    # ---- messages
+
+    def fenced(self, message: m.AgentMessage) -> str | None:
+        """Why a message about a cycle is refused, or None."""
+        if self.cycle is None or message.cycle != self.cycle.number:
+            return f"cycle {message.cycle} is over (current: {self.last_cycle})"
+        return None
+
+    def join(self, hello: m.Hello, connected: set[str]) -> tuple[list[Record], str | None]:
+        """A node says hello: records, or why it is refused."""
+        if hello.run_id != self.run_id:
+            return [], f"this is run {self.run_id!r}, not {hello.run_id!r}"
+        known = self.nodes.get(hello.node)
+        if known is not None and known.pid != hello.pid and hello.node in connected:
+            return [], (
+                f"node name {hello.node!r} is taken by host {known.host} pid {known.pid}; start this one with another --node-name"
+            )
+        if known is None and len(self.nodes) >= self.nnodes:
+            return [], f"the job has its {self.nnodes} nodes: {', '.join(self.nodes)}"
+        record = {
+            "type": "node",
+            "node": hello.node,
+            "host": hello.host,
+            "nproc": hello.nproc,
+            "next_addr": hello.next_addr,
+            "next_port": hello.next_port,
+            "pid": hello.pid,
+        }
+        return [record], None
+
+    def mark(self, kind: str, t_ns: int, **attrs: Any) -> Record:
+        """A journal record holding a mark of the current cycle and attempt."""
+        mark = {"t_ns": t_ns, "kind": kind, "cycle": max(self.last_cycle, 0), "attempt": self.attempt, "attrs": attrs}
+        return {"type": "mark", "mark": mark}
+
+    def note(self, message: m.Note) -> list[Record]:
+        """A mark from a rank or agent. Marks every rank must report count when the last one did."""
+        if message.kind not in RANK_MARKS_ALL:
+            if message.kind == "drain" and self.cycle is not None and self.cycle.drained:
+                return []
+            record = self.mark(message.kind, message.t_ns, **message.attrs)
+            return [] if msgspec.convert(record["mark"], Mark) in self.marks[-200:] else [record]
+        assert self.cycle is not None
+        seen = {**self.cycle.reported.get(message.kind, {}), message.rank: message.t_ns}
+        records: list[Record] = [
+            {"type": "reported", "kind": message.kind, "rank": message.rank, "t_ns": message.t_ns},
+        ]
+        if len(seen) == len(self.cycle.ranks) and message.rank not in self.cycle.reported.get(message.kind, {}):
+            records.append(self.mark(message.kind, max(seen.values())))
+        return records
+
+    def started(self, node: str, message: m.Started) -> list[Record]:
+        """A node's ranks were forked."""
+        assert self.cycle is not None
+        if node in self.cycle.started:
+            return []
+        record = {"type": "started", "node": node, **msgspec.to_builtins(message)}
+        records = [{k: v for k, v in record.items() if k != "id"} | {"type": "started"}]
+        others = [r for n, r in self.cycle.started.items() if n != node]
+        if len(others) + 1 == len(self.cycle.nodes):
+            records.append(self.mark("assigned", max([message.assigned_ns, *(r["assigned_ns"] for r in others)])))
+        return records
+
+    def fault(self, node: str, message: m.Fault) -> list[Record]:
+        """The first fault of a cycle stops it; later ones of the same cycle are consequences."""
+        assert self.cycle is not None
+        if self.cycle.fault is not None or self.phase != "running":
+            return []
+        return [{"type": "fault", "node": node, "fault": msgspec.to_builtins(message) | {"type": "fault"}}]
+
+    def beat(self, node: str, message: m.Beat) -> list[Record]:
+        """A progress sample: a `step` mark when the slowest node has advanced."""
+        assert self.cycle is not None
+        if message.completed is None:
+            return []
+        before = self._slowest()
+        self.cycle.beats[node] = (message.completed, message.at_ns)
+        now = self._slowest()
+        if now is None or (before is not None and now[0] <= before[0]):
+            return []
+        return [self.mark("step", now[1], step=now[0])]
+
+    def _slowest(self) -> tuple[int, int] | None:
+        assert self.cycle is not None
+        if set(self.cycle.beats) < set(self.cycle.nodes):
+            return None
+        step = min(s for s, _ in self.cycle.beats.values())
+        return step, max(t for s, t in self.cycle.beats.values() if s == step)
+
+    def stopped(self, node: str, message: m.Stopped) -> list[Record]:
+        """No process of the cycle is left on `node`."""
+        assert self.cycle is not None
+        if node in self.cycle.stopped:
+            return []
+        return [{"type": "stopped", "node": node, "stopped": msgspec.to_builtins(message) | {"type": "stopped"}}]
+
+    # ---- decisions
+
+    def advance(self, now_ns: int, connected: set[str]) -> list[Record]:
+        """Records of the next transition that is due, or nothing. Call again after applying them."""
+        if self.phase == "done":
+            return []
+        if self.phase == "forming":
+            if self.stop is not None:
+                return self._end(now_ns, decide(self._ended_none()), None)
+            if len(self.nodes) == self.nnodes and set(self.nodes) <= connected:
+                return self._start_cycle(now_ns)
+            return []
+        assert self.cycle is not None
+        if set(self.cycle.stopped) | set(self.cycle.lost) >= set(self.cycle.nodes):
+            return self._decide(now_ns)
+        return []
+
+    def _start_cycle(self, now_ns: int) -> list[Record]:
+        number = self.last_cycle + 1
+        nodes = sorted(self.nodes) if self.cycle is None else [n for n in self.cycle.nodes if n in self.nodes]
+        nodes += [n for n in sorted(self.nodes) if n not in nodes]
+        ranks: list[dict[str, Any]] = []
+        for name in nodes:
+            node = self.nodes[name]
+            for local in range(node.nproc):
+                ranks.append({"rank": len(ranks), "local_rank": local, "node": name, "host": node.host})
+        head = self.nodes[nodes[0]]
+        first = self.last_cycle < 0
+        addr = self.master[0] or head.next_addr
+        port = (self.master[1] if first else None) or head.next_port
+        mark = self.mark("cycle_started", now_ns)
+        mark["mark"]["cycle"] = number
+        cycle = {"type": "cycle", "cycle": number, "nodes": nodes, "ranks": ranks, "master_addr": addr, "master_port": port}
+        return [cycle, mark]
+
+    def ended(self) -> Ended:
+        """What is known about the current cycle once it stopped."""
+        assert self.cycle is not None
+        c = self.cycle
+        failures = [f for s in c.stopped.values() for f in s.failures if not f.stopped_by_us]
+        step = self.completed_step()
+        start = c.restored_step if c.restored_step is not None else (c.first_step_count or 1) - 1
+        return Ended(
+            failures=sorted(failures, key=lambda f: f.time_ns),
+            fault_kind=c.fault.kind if c.fault else ("node_lost" if c.lost else None),
+            fault_injected=bool(c.fault and c.fault.injected),
+            stop_signum=self.stop["signum"] if self.stop else None,
+            nodes_lost=c.lost,
+            completed_step=step,
+            steps_done=None if step is None else max(0, step - start),
+            counted_restarts=self.counted,
+            max_restarts=self.max_restarts,
+            port_retries=self.port_retries,
+            last_fingerprint=self.last_fingerprint[0] if self.last_fingerprint else None,
+            last_fingerprint_step=self.last_fingerprint[1] if self.last_fingerprint else None,
+        )
+
+    def _ended_none(self) -> Ended:
+        return Ended(
+            failures=[],
+            fault_kind=None,
+            fault_injected=False,
+            stop_signum=self.stop["signum"] if self.stop else None,
+            nodes_lost=[],
+            completed_step=None,
+            steps_done=None,
+            counted_restarts=self.counted,
+            max_restarts=self.max_restarts,
+            port_retries=0,
+            last_fingerprint=None,
+            last_fingerprint_step=None,
+        )
+
+    def completed_step(self) -> int | None:
+        """Steps every rank completed in the current cycle, or None when none reported any."""
+        assert self.cycle is not None
+        counts = [v for s in self.cycle.stopped.values() for v in s.completed.values()]
+        return min(counts) if len(counts) == len(self.cycle.ranks) else None
+
+    def _decide(self, now_ns: int) -> list[Record]:
+        assert self.cycle is not None
+        c = self.cycle
+        ended = self.ended()
+        outcome = decide(ended)
+        records = self._closing_marks(ended, outcome)
+        if outcome.action == "end":
+            return records + self._end(now_ns, outcome, ended)
+        records.append(self.mark("decided", now_ns, action="restart", counted=outcome.counted, rule=outcome.rule))
+        records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
+        first = first_failure(ended)
+        records.append(
+            {
+                "type": "decision",
+                "cycle": c.number,
+                "outcome": msgspec.to_builtins(outcome),
+                "fingerprint": fingerprint(first, ended.fault_kind),
+                "step": ended.completed_step,
+            }
+        )
+        return records
+
+    def _closing_marks(self, ended: Ended, outcome: Outcome) -> list[Record]:
+        """Marks that are known only when every node has stopped."""
+        assert self.cycle is not None
+        c = self.cycle
+        records: list[Record] = []
+        if "attached" not in c.reported and len(c.started) == len(c.nodes):
+            # A script without the trainer library runs from the moment its processes were there.
+            records.append(self.mark("attached", max(r["started_ns"] for r in c.started.values())))
+        stops = list(c.stopped.values())
+        last_ns = max((s.completed_ns for s in stops), default=0)
+        if ended.completed_step is not None and last_ns:
+            if c.first_step_count is None and ended.steps_done:
+                records.append(self.mark("first_step", last_ns, step=ended.completed_step))
+            records.append(self.mark("step", last_ns, step=ended.completed_step))
+        if c.fault is not None:
+            first = first_failure(ended)
+            culprits = [rank for s in stops for rank in s.culprits]
+            rank = culprits[0] if culprits else (first.rank if first is not None else c.fault.rank)
+            records.append(
+                self.mark(
+                    "fault",
+                    c.fault.detected_ns,
+                    occurred_ns=c.fault.occurred_ns,
+                    detected_ns=c.fault.detected_ns,
+                    rank=rank,
+                    node=next((p["node"] for p in c.ranks if p["rank"] == rank), None),
+                    kind=c.fault.kind,
+                    detail=self._detail(rank, first.status if first and first.rank == rank else None, c.fault.detail),
+                    cause=cause_of(first, c.fault.kind),
+                    completed_step=ended.completed_step,
+                    rule=outcome.rule,
+                )
+            )
+            records.append(self.mark("captured", max((s.captured_ns for s in stops), default=c.fault.detected_ns)))
+        if c.fault is not None or c.lost:
+            records.append(self.mark("stopped", max((s.stopped_ns for s in stops), default=0)))
+        elif not c.drained and stops:
+            records.append(self.mark("drain", max(s.stopped_ns for s in stops), completed_step=ended.completed_step))
+        return records
+
+    @staticmethod
+    def _detail(rank: int, status: int | None, detail: str) -> str:
+        return f"rank {rank}: {exit_status_name(status)}" if status is not None else detail
+
+    def _end(self, now_ns: int, outcome: Outcome, ended: Ended | None) -> list[Record]:
+        first = first_failure(ended) if ended is not None else None
+        verdict = VerdictFile(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            outcome=outcome.verdict,
+            exit_code=outcome.exit_code,
+            cause=outcome.cause,
+            last_committed_step=self.last_committed,
+            first_failing_rank=first.rank if first else None,
+            original_exit=exit_status_name(first.status) if first else None,
+            traceback=first.traceback if first else None,
+            message=outcome.message or None,
+        )
+        records = []
+        if self.cycle is not None:
+            records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
+        records.append(self.mark("run_ended", now_ns, outcome=outcome.verdict, exit_code=outcome.exit_code))
+        return [*records, {"type": "verdict", "verdict": msgspec.to_builtins(verdict)}]
+
+    # ---- commands
+
+    def command_for(self, node: str) -> m.FromCoordinator | None:
+        """What `node` should be told in this state; agents ignore what they already do."""
+        if self.phase == "done":
+            assert self.verdict is not None
+            v = self.verdict
+            return m.End(
+                epoch=self.epoch,
+                exit_code=v.exit_code,
+                outcome=v.outcome,
+                cause=v.cause,
+                message=v.message,
+                traceback=v.traceback,
+                first_failing_rank=v.first_failing_rank,
+            )
+        c = self.cycle
+        if c is None or node not in c.nodes or node in c.stopped or self.phase == "forming":
+            return None
+        if self.phase == "stopping":
+            return m.StopCycle(epoch=self.epoch, cycle=c.number, reason=c.fault.kind if c.fault else "node_lost")
+        if self.stop is not None:
+            return m.AskStop(epoch=self.epoch, cycle=c.number, signum=self.stop["signum"])
+        if node in c.started:
+            return None
+        return m.StartCycle(
+            epoch=self.epoch,
+            cycle=c.number,
+            attempt=self.attempt,
+            first_rank=next(p["rank"] for p in c.ranks if p["node"] == node),
+            node_index=c.nodes.index(node),
+            nnodes=len(c.nodes),
+            world_size=len(c.ranks),
+            master_addr=c.master_addr,
+            master_port=c.master_port,
+            record={"ranks": c.ranks, "active_nodes": c.nodes},
+        )

@@ -1,0 +1,195 @@
+"""Messages between agents and the coordinator, as tagged JSON.
+
+From an agent every message has an `id` (unique in that agent's life) and is repeated after a reconnect until it is answered by
+a Reply with the same id; the coordinator journals what matters before it replies, and every message may arrive twice with no
+second effect. From the coordinator every message carries its epoch; agents obey only the highest epoch they have seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of what agents send. `cycle` fences: a message of another cycle than the current one is refused or ignored."""
+
+    id: int
+    cycle: int = -1
+
+
+class Hello(AgentMessage, tag="hello"):
+    """First message of a connection: who this agent is and what it does right now."""
+
+    run_id: str
+    node: str
+    host: str
+    pid: int
+    nproc: int
+    next_port: int
+    next_addr: str
+    epoch: int = 0
+
+
+class Started(AgentMessage, tag="started"):
+    """All local ranks of the cycle were forked. `ranks`: [{rank, local_rank, pid}]; times in UTC ns."""
+
+    ranks: list[dict[str, int]]
+    assigned_ns: int
+    started_ns: int
+    path: str = "fork"
+
+
+class Fault(AgentMessage, tag="fault"):
+    """Something went wrong with a local rank. `kind`: exit, hang, spawn."""
+
+    kind: str
+    rank: int
+    occurred_ns: int
+    detected_ns: int
+    detail: str = ""
+    injected: bool = False
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one rank failed: its status, and the exception when it left one."""
+
+    rank: int
+    status: int
+    time_ns: int
+    error_type: str | None = None
+    message: str | None = None
+    frame: str | None = None
+    traceback: str | None = None
+    cascade: bool = False
+    injected: bool = False
+    stopped_by_us: bool = False
+
+
+class Stopped(AgentMessage, tag="stopped"):
+    """No process of the cycle is left on this node. Sent also when all local ranks ended by themselves with status 0."""
+
+    statuses: dict[str, int]
+    failures: list[Failure]
+    completed: dict[str, int]
+    completed_ns: int
+    captured_ns: int
+    stopped_ns: int
+    next_port: int
+    culprits: list[int] = []
+    leftovers: int = 0
+
+
+class Note(AgentMessage, tag="note"):
+    """A mark for the timeline from a rank or the agent. `rank` is -1 for the agent itself."""
+
+    kind: str
+    rank: int
+    t_ns: int
+    attrs: dict[str, Any] = {}
+
+
+class KvSet(AgentMessage, tag="kv_set"):
+    key: str
+    value: Any
+    only_if_absent: bool = False
+
+
+class KvGet(AgentMessage, tag="kv_get"):
+    key: str
+
+
+class KvWait(AgentMessage, tag="kv_wait"):
+    keys: list[str]
+    timeout_s: float
+
+
+class Grant(AgentMessage, tag="grant"):
+    """May this checkpoint be published? Granted only for the current cycle while it is not being stopped."""
+
+    checkpoint: str
+    step: int
+
+
+class StopRequest(AgentMessage, tag="stop_request"):
+    """The launcher on `node` got a signal: the whole job is asked to stop."""
+
+    signum: int
+    node: str
+
+
+class Beat(AgentMessage, tag="beat"):
+    """Progress sample: steps completed by all local ranks, and when the last of them got there (UTC ns)."""
+
+    completed: int | None = None
+    at_ns: int = 0
+
+
+FromAgent = Hello | Started | Fault | Stopped | Note | KvSet | KvGet | KvWait | Grant | StopRequest | Beat
+
+
+class CoordinatorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of what the coordinator sends."""
+
+    epoch: int
+
+
+class Reply(CoordinatorMessage, tag="reply"):
+    id: int
+    ok: bool = True
+    error: str | None = None
+    result: Any = None
+
+
+class Welcome(CoordinatorMessage, tag="welcome"):
+    """Answer to Hello. The anchor maps CLOCK_BOOTTIME of the coordinator's host to UTC."""
+
+    attempt: int
+    boot_id: str
+    anchor_utc_ns: int
+    anchor_boot_ns: int
+
+
+class StartCycle(CoordinatorMessage, tag="start_cycle"):
+    """Start these ranks. `first_rank`: global rank of local rank 0 on this node."""
+
+    cycle: int
+    attempt: int
+    first_rank: int
+    node_index: int
+    nnodes: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    record: dict[str, Any]
+
+
+class StopCycle(CoordinatorMessage, tag="stop_cycle"):
+    """Stop the ranks of this cycle (a fault elsewhere, or the job ends)."""
+
+    cycle: int
+    reason: str
+
+
+class AskStop(CoordinatorMessage, tag="ask_stop"):
+    """Ask the ranks of this cycle to stop at their next shared decision."""
+
+    cycle: int
+    signum: int
+
+
+class End(CoordinatorMessage, tag="end"):
+    """The job is over; the verdict file is durable. Exit with this code."""
+
+    exit_code: int
+    outcome: str
+    cause: str
+    message: str | None = None
+    traceback: str | None = None
+    first_failing_rank: int | None = None
+
+
+FromCoordinator = Reply | Welcome | StartCycle | StopCycle | AskStop | End

@@ -1,0 +1,131 @@
+"""Processes: exits through pidfds, descendants, process groups, states. No polling loop lives here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keepstep.launcher.rankmain import libc_prctl
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Orphans among this process's descendants are re-parented to it (prctl PR_SET_CHILD_SUBREAPER)."""
+    libc_prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap(pid: int) -> int | None:
+    """Collect a child's status without blocking: exit code, or minus the signal number; None while it runs."""
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def parents() -> dict[int, int]:
+    """pid -> parent pid of all processes that can be seen. Processes may vanish while looking."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path(f"/proc/{entry}/stat").read_bytes()
+        except OSError:
+            continue
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if fields[0] != b"Z":
+            found[int(entry)] = int(fields[1])
+    return found
+
+
+def descendants(root: int, exclude: set[int]) -> set[int]:
+    """Living descendants of `root`, without the subtrees that start at a pid of `exclude`."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents().items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    pending = [c for c in children.get(root, []) if c not in exclude]
+    while pending:
+        pid = pending.pop()
+        found.add(pid)
+        pending.extend(c for c in children.get(pid, []) if c not in exclude)
+    return found
+
+
+def with_environment(name: str, value: str) -> set[int]:
+    """Processes of this user whose initial environment holds NAME=value: what an earlier launcher of a run left behind."""
+    wanted = f"{name}={value}".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found.add(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def kill_quietly(pid: int, signum: int) -> bool:
+    """Send a signal; False when the process is gone."""
+    try:
+        os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def kill_group(pgid: int, signum: int) -> bool:
+    """Send a signal to a process group; False when it has no member any more."""
+    try:
+        os.killpg(pgid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def state_of(pid: int) -> str:
+    """Kernel's one-letter state (R, S, D, T, Z, ...), or "" when the process is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    return chr(stat[stat.rindex(b")") + 2])
+
+
+def catches(pid: int, signum: int) -> bool:
+    """True when the process has a handler for `signum` (SigCgt in /proc/PID/status)."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next((int(line.split()[1], 16) for line in text.splitlines() if line.startswith("SigCgt:")), 0)
+    return bool(mask >> (signum - 1) & 1)
+
+
+def kernel_stack(pid: int) -> str:
+    """/proc/PID/stack where readable (root), else the wait channel, else ""."""
+    for name in ("stack", "wchan"):
+        try:
+            text = Path(f"/proc/{pid}/{name}").read_text().strip()
+        except OSError:
+            continue
+        if text and text != "0":
+            return text
+    return ""
+
+
+def make_memfd(name: str, size_bytes: int) -> int:
+    """A fully allocated memfd (a later write cannot fail with SIGBUS). Raises OSError (no memory)."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+

@@ -1,0 +1,88 @@
+"""Files of the run folder that people and tools read; all of them can be made again from the journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from keepstep.goodput import cycle_phases, summarise
+from keepstep.launcher.files import write_durable
+from keepstep.launcher.job import Job
+from keepstep.records.codec import from_json, rfc3339, to_pretty_json
+from keepstep.records.cycle import Cycle, RankPlace
+from keepstep.records.timeline import Mark
+
+
+def cycle_path(run_dir: Path, number: int) -> Path:
+    return run_dir / "cycles" / f"cycle-{number:04d}.json"
+
+
+def read_cycles(run_dir: Path) -> list[Cycle]:
+    """All cycle records of a run, oldest first."""
+    return [from_json(p.read_bytes(), Cycle) for p in sorted((run_dir / "cycles").glob("cycle-*.json"))]
+
+
+def cycle_record(job: Job, ended: bool) -> Cycle:
+    """`keepstep.cycle/1` of the current cycle."""
+    c = job.cycle
+    assert c is not None
+    marks = [k for k in job.marks if k.attempt == job.attempt]
+    mine = [k for k in marks if k.cycle == c.number]
+    start = next((k.t_ns for k in mine if k.kind == "cycle_started"), 0)
+    end = next((k for k in reversed(mine) if k.kind == "cycle_ended"), None)
+    fault = next((_fault(k) for k in mine if k.kind == "fault"), None)
+    first = min((k.cycle for k in marks if k.kind == "cycle_started"), default=c.number)
+    decided = next((k for k in mine if k.kind == "decided"), None)
+    return Cycle(
+        run_id=job.run_id,
+        attempt=job.attempt,
+        cycle=c.number,
+        started_at=rfc3339(start),
+        ended_at=rfc3339(end.t_ns) if ended and end is not None else None,
+        end_reason=end.attrs.get("reason") if ended and end is not None else None,
+        fault=fault,
+        restored_step=c.restored_step,
+        restored_from="disk" if c.restored_from == "disk" else "none",
+        restored_checkpoint=c.restored_checkpoint,
+        recovery=None if c.number == first else ("checkpoint" if c.restored_from == "disk" else "respawn"),
+        phases=cycle_phases(marks, c.number),
+        ranks=[
+            RankPlace(**{k: p.get(k) for k in ("rank", "local_rank", "node", "host", "pid", "exit")})  # type: ignore[arg-type]
+            for p in c.ranks
+        ],
+        active_nodes=c.nodes,
+        counted=bool(decided is not None and decided.attrs.get("counted")),
+        master_addr=c.master_addr,
+        master_port=c.master_port,
+    )
+
+
+def _fault(mark: Mark) -> dict[str, Any]:
+    attrs = dict(mark.attrs)
+    occurred, detected = attrs.pop("occurred_ns"), attrs.pop("detected_ns")
+    return {
+        **attrs,
+        "occurred_at": rfc3339(occurred),
+        "detected_at": rfc3339(detected),
+        "detect_s": max(0, detected - occurred) / 1e9,
+    }
+
+
+def write_cycle(run_dir: Path, record: Cycle) -> None:
+    """Write a cycle record and point `cycles/current` at the newest."""
+    path = cycle_path(run_dir, record.cycle)
+    write_durable(path, to_pretty_json(record))
+    current = run_dir / "cycles" / "current"
+    if current.is_symlink() and current.readlink().name > path.name:
+        return
+    link = run_dir / "cycles" / ".current.new"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(current)
+
+
+def write_summary(run_dir: Path, job: Job) -> None:
+    """summary.json: what `keepstep goodput RUN -o json` prints."""
+    marks = [k for k in job.marks if k.attempt == job.attempt]
+    cycles = [c for c in read_cycles(run_dir) if c.attempt == job.attempt]
+    write_durable(run_dir / "summary.json", to_pretty_json(summarise(job.run_id, job.attempt, marks, cycles)))

@@ -1,0 +1,142 @@
+"""The rank's end of its progress page: steps and sections as plain stores into shared memory.
+
+Layout and meaning of each word: keepstep.records.page. No system call, no lock: a step costs a few clock reads and stores.
+The contexts are classes closed over the page, because CPython reads a closure variable faster than an attribute.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+from keepstep.records import page as layout
+from keepstep.records.frames import ENV_PAGE_FD
+
+Words = Any  # a writable memoryview cast to "Q"; mypy has no notion of cast formats
+
+
+def open_page() -> tuple[Words, bool]:
+    """Map the page handed over by the agent, or a private one. Returns (words, supervised).
+
+    The descriptor number alone proves nothing (a subprocess may have reused it), so the magic word is checked.
+    """
+    fd_text = os.environ.get(ENV_PAGE_FD, "")
+    if fd_text.isdigit():
+        try:
+            shared = mmap.mmap(int(fd_text), layout.PAGE_BYTES)
+        except (OSError, ValueError):
+            pass
+        else:
+            words = memoryview(shared).cast("Q")
+            if words[layout.W_MAGIC] == layout.MAGIC:
+                return words, True
+    return memoryview(bytearray(layout.PAGE_BYTES)).cast("Q"), False
+
+
+class StepContext:
+    """What `with run.step(n) as s` gives: sections and observations of that step.
+
+    `section(name)` returns a context manager whose time is added up under `name`; `observe(...)` reports scalars.
+    """
+
+    __slots__ = ("observe", "section")
+
+    section: Callable[[str], Any]
+    observe: Callable[..., None]
+
+    def __enter__(self) -> StepContext:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+        raise NotImplementedError  # the class made in make_steps is the one that is used
+
+
+def make_steps(
+    words: Words, attend: Callable[[int], int], observe: Callable[..., None]
+) -> tuple[Callable[[int], StepContext], Callable[[str], Any]]:
+    """Return (step, section), both writing to `words`.
+
+    `attend(step)` is called at the entry of the first step and whenever a step reaches the number it returned last: everything
+    rare (first-step bookkeeping, injections) lives there so that a usual step pays one comparison.
+    A step is counted as completed only when its block ends without an exception.
+    """
+    clock = monotonic_ns
+    w_step, w_beat = layout.W_STEP, layout.W_BEAT_NS
+    w_completed, w_completed_ns = layout.W_COMPLETED, layout.W_COMPLETED_NS
+    stack = layout.W_SECTIONS
+    top = layout.W_SECTIONS + 2 * layout.MAX_SECTION_DEPTH
+    current = 0
+    special = -sys.maxsize
+    sections: dict[str, Any] = {}
+
+    class Step(StepContext):
+        __slots__ = ()
+
+        def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+            if kind is None:
+                after = current + 1
+                words[w_completed_ns] = clock()
+                words[w_completed] = after
+                words[w_step] = after << 8
+
+    def new_section(name: str) -> Any:
+        name_id = len(sections) + 1
+        if name_id > layout.MAX_SECTION_NAMES:
+            raise ValueError(f"section {name!r}: more than {layout.MAX_SECTION_NAMES} section names in one run")
+        write_name(words, name_id, name)
+        sum_word = layout.W_SECTION_SUMS + name_id - 1
+        total = 0
+
+        class Section:
+            __slots__ = ()
+
+            def __enter__(self) -> None:
+                nonlocal stack
+                if stack < top:
+                    words[stack + 1] = clock()
+                    words[stack] = name_id
+                stack += 2
+
+            def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
+                nonlocal stack, total
+                stack -= 2
+                if stack < top:
+                    words[stack] = 0
+                    total += clock() - words[stack + 1]
+                    words[sum_word] = total
+
+        return Section()
+
+    def section(name: str) -> Any:
+        try:
+            return sections[name]
+        except KeyError:
+            context = sections[name] = new_section(name)
+            return context
+
+    context = Step()
+    context.section = section
+    context.observe = observe
+
+    def step(number: int) -> StepContext:
+        nonlocal current, special
+        if number >= special:
+            special = attend(number)
+        current = number
+        words[w_step] = number << 8 | 1
+        words[w_beat] = clock()
+        return context
+
+    return step, section
+
+
+def write_name(words: Words, name_id: int, name: str) -> None:
+    """Write a section's name (cut to NAME_BYTES of UTF-8) into its slot; id 0 means an empty stack slot."""
+    encoded = name.encode()[: layout.NAME_BYTES].ljust(layout.NAME_BYTES, b"\0")
+    base = (layout.NAMES_OFFSET + (name_id - 1) * layout.NAME_BYTES) // 8
+    for i in range(layout.NAME_BYTES // 8):
+        words[base + i] = int.from_bytes(encoded[8 * i : 8 * i + 8], sys.byteorder)

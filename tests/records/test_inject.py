@@ -1,0 +1,72 @@
+"""The grammar of --inject: what is accepted, and that a mistake is named together with what is valid there."""
+
+from __future__ import annotations
+
+import pytest
+
+from keepstep.records.errors import ConfigError
+from keepstep.records.inject import KINDS, Injection, parse_injection
+
+
+def test_kinds_of_the_contract_so_far() -> None:
+    expected = {
+        "kill",
+        "stop",
+        "hang",
+        "raise",
+        "exit",
+        "slow",
+        "nan",
+        "corrupt-checkpoint",
+        "coordinator-kill",
+        "preempt",
+    }
+    assert expected <= set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_takes_a_step_rank_node_and_cycle(kind: str) -> None:
+    injection = parse_injection(f"{kind}@step=7,rank=1,cycle=2,node=n0")
+    assert (injection.kind, injection.step, injection.rank, injection.cycle, injection.node) == (kind, 7, 1, 2, "n0")
+
+
+def test_defaults() -> None:
+    assert parse_injection("kill@step=3") == Injection(kind="kill", step=3)
+    assert (Injection(kind="kill").rank, Injection(kind="kill").cycle) == (0, 0)
+
+
+def test_own_keys_of_a_kind() -> None:
+    assert parse_injection("exit@step=1,code=93").code == 93
+    slow = parse_injection("slow@step=1,factor=3,steps=5,seconds=0.5")
+    assert (slow.factor, slow.steps, slow.seconds) == (3.0, 5, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "coordinator-kill", "preempt"])
+def test_what_comes_from_outside_may_be_timed_instead_of_counted(kind: str) -> None:
+    injection = parse_injection(f"{kind}@seconds=2.5")
+    assert (injection.step, injection.seconds) == (None, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("kil@step=1", r"unknown kind 'kil'; valid kinds: kill, stop, hang"),
+        ("", r"unknown kind ''; valid kinds:"),
+        ("kill", r"'kill': needs step=N or seconds=S"),
+        ("hang", r"'hang': needs step=N"),
+        ("hang@seconds=1", r"'seconds=1' is not one of cycle, node, rank, step as KEY=VALUE"),
+        ("kill@step=1,code=3", r"'code=3' is not one of cycle, node, rank, seconds, step as KEY=VALUE"),
+        ("kill@step", r"'step' is not one of"),
+        ("kill@", r"'' is not one of"),
+        ("kill@step=1,step=2", r"step is given twice"),
+        ("kill@step=one", r"step='one' is not a int"),
+        ("slow@step=1,factor=x", r"factor='x' is not a float"),
+        ("slow@seconds=1", r"needs step=N"),
+        ("exit@rank=1,code=3", r"'exit@rank=1,code=3': needs step=N"),
+    ],
+)
+def test_a_mistake_names_the_part_and_what_is_valid(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_injection(spec)
+    assert str(caught.value).startswith(f"--inject {spec!r}: ")
+    assert caught.value.exit_code == 2
