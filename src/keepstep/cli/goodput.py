@@ -27,6 +27,8 @@ MAX_SHOWN = 8
 """Runs named in an error."""
 MAX_CYCLES = 20
 """Cycles drawn without -o wide."""
+UNLIMITED = 10_000
+"""Columns to measure a table with, to know what it would like to have."""
 CYCLE_PHASES = tuple(field.removesuffix("_s") for field in CyclePhases.__struct_fields__)
 
 
@@ -166,7 +168,14 @@ def _table(title: str, *columns: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
@@ -213,7 +222,7 @@ def _print_cycles(goodput: Goodput, console: Console, *, wide: bool) -> None:
         table.add_row(number, *cells, f"{total:.3f}", f"{step}{source}", Text(ended))
         parts = ", ".join(f"{name} {format_duration_s(cost[name])}" for name in names if cost[name])
         lines.append(Text(f"{number}: {format_duration_s(total)} ({parts}); restored {step}{source}; ended {ended}"))
-    if console.measure(table).minimum <= console.width:
+    if console.measure(table, options=console.options.update(max_width=UNLIMITED)).maximum <= console.width:
         console.print(table)
     else:
         console.print(*lines, sep="\n", soft_wrap=True)

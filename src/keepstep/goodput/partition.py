@@ -143,8 +143,7 @@ def read_history(marks: Iterable[Mark]) -> History:
 def partition(
     marks: Sequence[Mark], *, now_ns: int | None = None, attempt: int | None = None, whole_history: bool = False
 ) -> Partition:
-    """Partition the wall-clock of `attempt` (default: the last one in `marks`), or of all attempts with
-    `whole_history`.
+    """Partition the wall-clock of one attempt, by default the last one in `marks`, or of all (`whole_history`).
 
     Wall-clock runs from run_started to run_ended; while the last attempt runs, to `now_ns` or else to its last mark.
     An earlier attempt without run_ended (its launcher vanished) ends at its last mark. Over the whole history, time
@@ -232,14 +231,16 @@ def _attempt_intervals(history: History, attempt: int, begin_ns: int, end_ns: in
     cycles = {facts.cycle: facts for facts in history.cycles if facts.attempt == attempt}
     gaps = _gaps(history.marks, attempt)
     openings = [_Opening(begin_ns, (-1, 0), "init", None, "run_started")]
+    last = max(cycles, default=-1)
     for facts in cycles.values():
-        openings += _openings(facts, history, is_last=facts.cycle == max(cycles))
+        openings += _openings(facts, history, is_last=facts.cycle == last)
     reached: list[_Opening] = []
     for opening in sorted(openings, key=lambda o: (max(begin_ns, min(o.t_ns, end_ns)), o.order)):
         if not reached or opening.order > reached[-1].order:
             reached.append(opening)
     edges = [max(begin_ns, min(opening.t_ns, end_ns)) for opening in reached] + [end_ns]
     causes = {facts.key: facts.fault.cause for facts in history.cycles if facts.fault is not None}
+    charged = _charged(list(cycles.values()))
     result: list[Interval] = []
     for index, opening in enumerate(reached):
         low_ns, high_ns = edges[index], edges[index + 1]
@@ -257,7 +258,7 @@ def _attempt_intervals(history: History, attempt: int, begin_ns: int, end_ns: in
                 phase=opening.phase,
                 attempt=attempt,
                 cycle=opening.cycle,
-                cause=_cause(opening, attempt, cycles, causes),
+                cause=charged.get((opening.cycle, opening.phase)),
             )
             result += _cut(whole, gaps)
     return result
@@ -320,15 +321,15 @@ def _life_times(facts: CycleFacts) -> dict[str, int]:
     return times
 
 
-def _cause(opening: _Opening, attempt: int, cycles: dict[int, CycleFacts], causes: dict[CycleKey, str]) -> str | None:
-    if opening.cycle is None:
-        return None
-    if opening.phase in RECOVERY_PHASES:
-        return causes.get((attempt, opening.cycle), CAUSE_NONE)
-    if opening.phase in START_PHASES:
-        before = max((number for number in cycles if number < opening.cycle), default=None)
-        return CAUSE_STARTUP if before is None else causes.get((attempt, before), CAUSE_NONE)
-    return None
+def _charged(cycles: Sequence[CycleFacts]) -> dict[tuple[int | None, str], str]:
+    """Cause that each lost phase of each cycle of one attempt is charged to: the fault of the cycle that failed."""
+    result: dict[tuple[int | None, str], str] = {}
+    cause = CAUSE_STARTUP
+    for facts in cycles:
+        result.update({(facts.cycle, phase): cause for phase in START_PHASES})
+        cause = CAUSE_NONE if facts.fault is None else facts.fault.cause
+        result.update({(facts.cycle, phase): cause for phase in RECOVERY_PHASES})
+    return result
 
 
 def _training_intervals(

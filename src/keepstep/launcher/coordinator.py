@@ -126,6 +126,8 @@ class Coordinator:
             if node and self._sockets.get(node) is socket:
                 del self._sockets[node]
                 self._last_seen[node] = asyncio.get_running_loop().time()
+                # The task that changes state looks whether anybody is left to serve.
+                self._queue.put_nowait((node, None))
 
     async def _refuse(self, socket: WebSocket, message_id: int, why: str) -> None:
         reply = m.Reply(epoch=self.journal.epoch, id=message_id, ok=False, error=why)

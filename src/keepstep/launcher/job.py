@@ -205,7 +205,7 @@ class Job:
         }
         return [record], None
 
-    def mark(self, kind: str, t_ns: int, **attrs: Any) -> Record:
+    def mark(self, kind: str, t_ns: int, /, **attrs: Any) -> Record:
         """A journal record holding a mark of the current cycle and attempt."""
         mark = {"t_ns": t_ns, "kind": kind, "cycle": max(self.last_cycle, 0), "attempt": self.attempt, "attrs": attrs}
         return {"type": "mark", "mark": mark}

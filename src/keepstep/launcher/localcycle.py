@@ -182,6 +182,8 @@ class LocalCycle:
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), SAMPLE_S)
+            if self._over.is_set():
+                return
             looks = [r.pages.look() for r in self.ranks.values()]
             for look in looks:
                 before = self._progress.get(look.rank)
@@ -192,7 +194,7 @@ class LocalCycle:
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
                 completed, at_ns = _slowest(looks)
-                if completed != sent and not self._over.is_set():
+                if completed != sent:
                     sent = completed
                     self._host.send(self._beat(completed, at_ns))
 

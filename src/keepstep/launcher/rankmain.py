@@ -173,7 +173,9 @@ def run_user_code(spec: RankSpec) -> None:
         raise
     except BaseException as error:
         record_failure(spec, error)
-        sys.excepthook(type(error), error, user_traceback(error))
+        # Our own frames at the top would only hide the user's.
+        error.__traceback__ = user_traceback(error)
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 

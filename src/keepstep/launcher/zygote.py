@@ -47,6 +47,9 @@ DEFAULT_PRELOAD = (
     "torch.multiprocessing",
     "multiprocessing.resource_tracker",
     "keepstep.trainer",
+    "keepstep.checkpoint.torch",
+    "cryptography.hazmat.primitives.asymmetric.ec",
+    "cryptography.hazmat.primitives.serialization",
 )
 RANK_VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"}

@@ -353,6 +353,10 @@ class AgentChannel:
             raise ChannelError(f"side channel: no buffer of {size_bytes} bytes: {reply.get('error') or reply}")
         return fds[0]
 
+    def inject(self, spec: str) -> None:
+        """Ask the launcher to carry out an injection (JSON of keepstep.records.inject.Injection). Raises ChannelError."""
+        self._call({"op": "inject", "spec": spec})
+
     def close(self) -> None:
         """Close the idle connections; ones in use close when their call ends."""
         self._pool.close()

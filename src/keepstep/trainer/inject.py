@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepstep.records import page as layout
 from keepstep.records.codec import to_json
+from keepstep.records.errors import ChannelError
 from keepstep.records.inject import Injection
+from keepstep.trainer.channel import AgentChannel
 
 if TYPE_CHECKING:
     from keepstep.trainer.run import Run
@@ -43,6 +45,8 @@ def carry_out(injection: Injection, run: Run) -> None:
         case "corrupt-checkpoint":
             corrupt_newest(run)
         case "coordinator-kill" | "preempt":
+            if not isinstance(run.channel, AgentChannel):
+                raise ChannelError(f"--inject {injection.kind}: this rank has no keepstep launcher")
             run.channel.inject(to_json(injection).decode())
 
 

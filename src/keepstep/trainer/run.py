@@ -98,7 +98,11 @@ class Run:
         """
         for name in self._guard:
             value = scalars.get(name)
-            if value is not None and not math.isfinite(value):
+            if value is None:
+                continue
+            if hasattr(value, "detach"):
+                value = value.detach()
+            if not math.isfinite(value):
                 step = self._words[layout.W_STEP] >> 8
                 raise NumericalError(
                     f"rank {self.rank} ({socket.gethostname()}): {name} is {float(value)} at step {step}; "
