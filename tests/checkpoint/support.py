@@ -113,7 +113,7 @@ class Training:
         loss.backward()
         self.optim.step()
         self.sched.step()
-        return float(loss)
+        return loss.item()
 
 
 def run_ranks(world_size: int, body: Callable[[int], Any], *, limit_s: float = 60.0) -> list[Any]:

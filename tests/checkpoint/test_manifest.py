@@ -98,7 +98,7 @@ def test_unsigned_is_accepted_only_where_asked_for(root: Path) -> None:
     assert not read_manifest(folder, trusted_key=None, allow_unsigned=True).signed
     flip_bit(folder / "a.bin", 3)
     report = verify_checkpoint(folder, trusted_key=None, allow_unsigned=True)
-    assert not report.ok and report.errors[0].startswith("a.bin: SHA-256 is ")
+    assert not report.ok and any(error.startswith("a.bin: SHA-256 is ") for error in report.errors)
 
 
 def test_key_of_somebody_else_is_not_trusted(root: Path) -> None:

@@ -153,6 +153,11 @@ class TestFault:
         assert (phases["productive"], phases["decide"]) == (70 + 10, 35)
         assert partition(marks).lost_by_cause_ns == {"none": 45, "startup": 70}
 
+    def test_the_step_a_lost_node_cut_off_is_rolled_back(self) -> None:
+        marks = [*START, mark(245, "step", step=9), mark(255, "stopped"), *restart(280, 1, 9), mark(300, "run_ended")]
+        phases = spent(partition(marks))
+        assert (phases["productive"], phases["rolled_back"], phases["decide"]) == (70 + 10, 10, 25)
+
     @pytest.mark.parametrize(
         ("reached", "elapsed"),
         [(1, {"rendezvous": 20}), (2, {"rendezvous": 7, "start": 13}), (3, {"rendezvous": 7, "start": 13})],
@@ -244,6 +249,14 @@ class TestRolledBack:
         marks += [mark(255, "step", step=9), *FAULT, mark(290, "run_ended", outcome="failed")]
         phases = spent(partition(marks))
         assert (phases["productive"], "rolled_back" in phases) == (80, False)
+
+    def test_a_fault_after_the_work_of_a_job_that_succeeded_takes_nothing(self) -> None:
+        end = [mark(255, "drain", completed_step=9), *(m for m in FAULT if m.kind == "fault")]
+        marks = [*START, *end, mark(290, "run_ended", outcome="succeeded")]
+        # the fault occurred as ranks drained, at 255: detect goes on from there
+        assert spent(partition(marks)) == {**STARTED, "productive": 80, "detect": 5, "capture": 30}
+        failed = [*marks[:-1], mark(290, "run_ended", outcome="failed")]
+        assert spent(partition(failed))["rolled_back"] == 80
 
     def test_a_planned_stop_between_cycles_loses_nothing(self) -> None:
         stop = [mark(245, "step", step=9), mark(255, "drain", completed_step=9), mark(260, "cycle_ended")]

@@ -173,6 +173,10 @@ class TestStepsOfUnusualRuns:
         marks = [*MARKS, block(10, 10.75, 5), block(10.25, 10.5, 5)]
         assert summarise("r", 0, marks, []).checkpoints.block_s_median == 0.75
 
+    def test_a_block_that_ends_before_it_begins_is_no_block(self) -> None:
+        marks = [m for m in MARKS if m.kind != "ckpt_block"]
+        assert summarise("r", 0, [*marks, block(11, 10, 5)], []).checkpoints.block_s_median is None
+
 
 def test_records_of_a_caller_are_not_changed() -> None:
     given = cycle(0)

@@ -326,7 +326,7 @@ def read_checkpoint(folder: Path, manifest_digest: str | None, rank: int) -> Res
             own = own_buffers(data, spans, name)
     if own is None:
         raise VerificationError(f"{folder.name}: has no file of rank {rank}")
-    return rebuild(index, assembly.buffers, own[0], own[1])
+    return rebuild(index, assembly.buffers, own[0], own[1], names[rank])
 
 
 # ---- the other ranks

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from keepstep.checkpoint.index import RANK_PREFIX, FileLayout, Index, RankValues
+from keepstep.checkpoint.layout import INDEX_NAME
 from keepstep.checkpoint.plan import TensorMeta
 from keepstep.checkpoint.shard import file_order
 from keepstep.checkpoint.values import TAG, decode, encode, join
@@ -194,7 +195,7 @@ def make_lookup(
             return numpy.frombuffer(bytes.fromhex(form["v"]), dtype=_NUMPY_TYPES[form["dtype"]])[0]
         name = aliases.get(form["v"], form["v"])
         if tag not in ("tensor", "array") or name not in buffers:
-            raise VerificationError(f"saved values refer to {tag} {name!r}, which is not there")
+            raise VerificationError(f"a value refers to {tag} {name!r}, which is not there")
         if (tag, name) not in made:
             meta = tensors[name]
             made[(tag, name)] = _tensor(meta, buffers[name]) if tag == "tensor" else _array(meta, buffers[name])
@@ -223,15 +224,17 @@ class Restored(msgspec.Struct, kw_only=True):
     rng: Any
 
 
-def rebuild(index: Index, shared: Mapping[str, bytearray], own: RankValues, mine: Mapping[str, bytearray]) -> Restored:
+def rebuild(
+    index: Index, shared: Mapping[str, bytearray], own: RankValues, mine: Mapping[str, bytearray], own_file: str
+) -> Restored:
     """Turn verified bytes into values. Nothing of the training is touched. Raises VerificationError."""
     lookup = make_lookup(index.tensors, index.aliases, shared)
-    values = {name: decode(form, lookup) for name, form in index.values.items()}
+    values = {name: decode(form, lookup, INDEX_NAME) for name, form in index.values.items()}
     own_lookup = make_lookup(own.tensors, {}, mine)
     for name, form in own.values.items():
         if name in values:
-            raise VerificationError(f"state {name!r} is both replicated and of one rank")
-        values[name] = decode(form, own_lookup)
+            raise VerificationError(f"{own_file}: state {name!r} is both replicated and of one rank")
+        values[name] = decode(form, own_lookup, own_file)
     return Restored(values=values, rng=values.pop("rng", None))
 
 

@@ -99,17 +99,19 @@ def _encode_dict(value: dict[Any, Any], path: str, leaf: Leaf, depth: int) -> An
     return form
 
 
-def decode(form: Any, lookup: Lookup) -> Any:
-    """The value that `form` stands for. Raises VerificationError when it is none of ours."""
+def decode(form: Any, lookup: Lookup, what: str = "saved values") -> Any:
+    """The value that `form`, read from `what`, stands for. Raises VerificationError when it is none of ours."""
     try:
         return _decode(form, lookup, 0)
+    except VerificationError as error:
+        raise VerificationError(f"{what}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, binascii.Error, struct.error) as error:
-        raise VerificationError(f"saved values are malformed: {error!r}") from None
+        raise VerificationError(f"{what}: malformed value: {error!r}") from None
 
 
 def _decode(form: Any, lookup: Lookup, depth: int) -> Any:
     if depth > 2 * MAX_DEPTH:
-        raise VerificationError("saved values are nested too deep")
+        raise VerificationError("values are nested too deep")
     if isinstance(form, list):
         return [_decode(item, lookup, depth + 1) for item in form]
     if not isinstance(form, dict):

@@ -5,6 +5,7 @@ A reader parses the very buffer whose digest was compared, so nothing can change
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -123,6 +124,8 @@ def _open(folder: Path, name: str) -> tuple[int, int]:
     except FileNotFoundError:
         raise VerificationError(f"{name}: is missing") from None
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise VerificationError(f"{name}: is not a regular file") from None
         raise storage_error("open", folder / name, error) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):

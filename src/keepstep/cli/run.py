@@ -42,7 +42,13 @@ def _torchrun_flags(command: F) -> F:
         _flag("--rdzv-id", default="none", help="Run id; the same id resumes the run."),
         _flag("--rdzv-conf", default="", help="k=v,...: join_timeout and lease are used."),
         _flag("--standalone", is_flag=True, help="One node; rendezvous settings are ignored."),
-        _flag("--max-restarts", type=click.IntRange(0), default=10, show_default=True, help="Real failures to restart after."),
+        _flag(
+            "--max-restarts",
+            type=click.IntRange(0),
+            default=10,
+            show_default=True,
+            help="Real failures to restart after.",
+        ),
         _flag("--monitor-interval", type=float, **unused),
         _flag("--start-method", type=click.Choice(["spawn", "fork", "forkserver"]), **unused),
         _flag("--event-log-handler", **unused),
@@ -58,7 +64,12 @@ def _torchrun_flags(command: F) -> F:
         _flag("--duplicate-stderr-filters", **unused),
         _flag("--node-rank", type=int, default=0, help="Used for the default node name when there are several."),
         _flag("--master-addr", default=None, help="Address of rank 0's store."),
-        _flag("--master-port", type=click.IntRange(1, 65535), default=None, help="Its port in cycle 0; later ones are fresh."),
+        _flag(
+            "--master-port",
+            type=click.IntRange(1, 65535),
+            default=None,
+            help="Its port in cycle 0; later ones are fresh.",
+        ),
         _flag("--local-addr", **unused),
         _flag("--logs-specs", **unused),
         _flag("--numa-binding", **unused),
@@ -78,11 +89,17 @@ def _own_flags(command: F) -> F:
         click.option("--no-zygote", is_flag=True, help="Start every rank in a fresh interpreter."),
         click.option("--hang-timeout", default="auto", show_default=True, help="auto, seconds, or off."),
         click.option("--section-timeout", multiple=True, metavar="NAME=S", help="Limit of a section, in seconds."),
-        click.option("--stop-grace", type=click.FloatRange(0), default=15.0, show_default=True, help="SIGTERM to SIGKILL, s."),
+        click.option(
+            "--stop-grace", type=click.FloatRange(0), default=15.0, show_default=True, help="SIGTERM to SIGKILL, s."
+        ),
         click.option("--inject", multiple=True, metavar="SPEC", help="KIND@KEY=VALUE,...: cause a real fault."),
         click.option("--node-name", default=None, help="Name of this node [default: host name]."),
-        click.option("--fresh-start", is_flag=True, help="Allow step 0 over a checkpoint root with nothing valid in it."),
-        click.option("--dry-run", is_flag=True, help="Print the effective configuration and the restart rules, start nothing."),
+        click.option(
+            "--fresh-start", is_flag=True, help="Allow step 0 over a checkpoint root with nothing valid in it."
+        ),
+        click.option(
+            "--dry-run", is_flag=True, help="Print the effective configuration and the restart rules, start nothing."
+        ),
     ]
     for flag in reversed(flags):
         command = flag(command)
@@ -145,7 +162,9 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
             raise ConfigError(f"--nnodes {nnodes}: give every launcher of the job the same --rdzv-id ID")
         run_id = (Path(flags["run_dir"]).name if flags["run_dir"] else None) or f"run-{secrets.token_hex(4)}"
     if not RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"--rdzv-id {run_id!r}: use letters, digits, '.', '_' and '-', at most 100, first a letter or digit")
+        raise ConfigError(
+            f"--rdzv-id {run_id!r}: use letters, digits, '.', '_' and '-', at most 100, first a letter or digit"
+        )
     try:
         nproc = local_world_size(flags["nproc_per_node"])
     except SpawnError as error:
@@ -213,7 +232,9 @@ def _nnodes(text: str) -> int:
 def _check_here(flags: dict[str, Any], nnodes: int) -> None:
     """Refuse what would need several hosts: not supported yet, and saying so beats hanging in a rendezvous."""
     if flags["rdzv_backend"] not in ("static", "c10d"):
-        raise ConfigError(f"--rdzv-backend {flags['rdzv_backend']!r}: keepstep has its own coordinator; use c10d or leave it out")
+        raise ConfigError(
+            f"--rdzv-backend {flags['rdzv_backend']!r}: keepstep has its own coordinator; use c10d or leave it out"
+        )
     if flags["standalone"] or nnodes == 1:
         return
     own = {socket.gethostname(), socket.getfqdn()}
@@ -318,4 +339,3 @@ def _print_dry_run(config: Any) -> None:
     click.echo("restart rules, the first that matches decides:")
     for number, (text, _) in enumerate(RULES, 1):
         click.echo(f"  {number}. {text}")
-

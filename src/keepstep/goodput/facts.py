@@ -109,18 +109,12 @@ def int_attr(mark: Mark, name: str) -> int | None:
 
 
 def canonical(marks: Iterable[Mark]) -> list[Mark]:
-    """Sort by time, ties by attempt, cycle, kind and attributes, and drop exact duplicates."""
+    """Sort by time, ties by attempt, cycle, kind and attributes: any order of the same marks gives the same list."""
 
     def order(mark: Mark) -> tuple[int, int, int, int, bytes]:
         return (mark.t_ns, mark.attempt, mark.cycle, _KIND_ORDER[mark.kind], to_json(mark.attrs))
 
-    result: list[Mark] = []
-    last: tuple[int, int, int, int, bytes] | None = None
-    for key, mark in sorted(((order(mark), mark) for mark in marks), key=lambda pair: pair[0]):
-        if key != last:
-            result.append(mark)
-        last = key
-    return result
+    return sorted(marks, key=order)
 
 
 def cycle_facts(marks: Sequence[Mark]) -> list[CycleFacts]:

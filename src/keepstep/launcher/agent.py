@@ -26,10 +26,10 @@ from keepstep.launcher.learn import worth_learning
 from keepstep.launcher.link import Link, RefusedError
 from keepstep.launcher.localcycle import LocalCycle, LocalRank
 from keepstep.launcher.logs import LogThread, Stream, wants
-from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
+from keepstep.launcher.procs import become_subreaper, kill_quietly, reap, with_environment
 from keepstep.launcher.rankmain import RankSpec
 from keepstep.launcher.ranklink import RankServer
-from keepstep.launcher.spawn import RankFiles, SpawnError, Zygote, exec_rank, free_port, zygote_environment
+from keepstep.launcher.spawn import HostedStore, RankFiles, SpawnError, Zygote, exec_rank, free_port, zygote_environment
 from keepstep.launcher.watch import RankPages
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.errors import KeepstepError
@@ -69,6 +69,8 @@ class Agent:
         self._cycle_task: asyncio.Task[None] | None = None
         self._expect_steps = uses_trainer(config)
         self._next_port = free_port(self._rng)
+        self._store: HostedStore | None = None
+        self._next_store: asyncio.Task[HostedStore | None] | None = None
         self._signals = 0
         self._end: asyncio.Future[m.End] | None = None
 
@@ -106,6 +108,9 @@ class Agent:
         if self._cycle is not None and self._cycle_task is not None:
             self._cycle.stop("the launcher ends")
             await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
+        self._end_store()
+        if self._next_store is not None:
+            self._next_store.cancel()
         if self._zygote is not None:
             self._zygote.close()
         if self._coordinator is not None:
@@ -173,7 +178,9 @@ class Agent:
         if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS:
             log = self.run_dir / "logs" / "launcher.log"
             self._end.set_exception(
-                KeepstepError(f"the coordinator ended {len(self._coordinator_deaths)} times in {DEATH_WINDOW_S:g} s; see {log}")
+                KeepstepError(
+                    f"the coordinator ended {len(self._coordinator_deaths)} times in {DEATH_WINDOW_S:g} s; see {log}"
+                )
             )
             return
         self.say(f"the coordinator ended (status {status}); starting it again, ranks go on")
@@ -190,6 +197,7 @@ class Agent:
             nproc=self.config.nproc,
             next_port=self._next_port,
             next_addr="127.0.0.1",
+            hosts_store=self.config.zygote and self.config.mode != "exec",
             epoch=epoch,
         )
 
@@ -226,7 +234,9 @@ class Agent:
             now = self.anchor.now()
             empty: dict[str, Any] = {"statuses": {}, "failures": [], "completed": {}, "completed_ns": 0}
             self.send(
-                lambda i: m.Stopped(id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._next_port, **empty)
+                lambda i: m.Stopped(
+                    id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._next_port, **empty
+                )
             )
 
     # ---- signals and injections
@@ -246,7 +256,9 @@ class Agent:
     def _give_up(self, signum: int) -> None:
         """The coordinator did not answer a stop request: end without its verdict."""
         if self._end is not None and not self._end.done():
-            self._end.set_result(m.End(epoch=0, exit_code=128 + signum, outcome="stopped", cause="no answer from the coordinator"))
+            self._end.set_result(
+                m.End(epoch=0, exit_code=128 + signum, outcome="stopped", cause="no answer from the coordinator")
+            )
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
         """Cause a fault from outside the ranks, with a real signal."""
@@ -261,7 +273,9 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)
         elif injection.rank in cycle.ranks and cycle.ranks[injection.rank].status is None:
             self.say(f"injecting {injection.kind} on rank {injection.rank}")
-            kill_quietly(cycle.ranks[injection.rank].pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
+            kill_quietly(
+                cycle.ranks[injection.rank].pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP
+            )
 
     # ---- what ranks ask for (RankHost)
 
@@ -274,7 +288,9 @@ class Agent:
         match op:
             case "set" | "cas":
                 key, value, absent = str(request["key"]), request["value"], op == "cas"
-                result = await self.send(lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=absent))
+                result = await self.send(
+                    lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=absent)
+                )
             case "get":
                 result = await self.send(lambda i: m.KvGet(id=i, cycle=cycle, key=str(request["key"])))
             case "wait":
@@ -309,8 +325,11 @@ class Agent:
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
         pids = {self._coordinator.pid} if self._coordinator is not None else set()
-        zygotes = [self._zygote, self._next_zygote]
-        return pids | {z.pid for z in zygotes if z is not None}
+        if self._next_store is not None and self._next_store.done() and not self._next_store.cancelled():
+            prepared = self._next_store.result()
+            pids |= {prepared.pid} if prepared is not None else set()
+        helpers = [self._zygote, self._next_zygote, self._store]
+        return pids | {h.pid for h in helpers if h is not None}
 
     # ---- cycles
 
@@ -320,6 +339,8 @@ class Agent:
             w = self._link.welcome
             self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
         try:
+            if command.agent_store and command.node_index == 0 and not await self._take_store(command):
+                return
             cycle, specs, files = self._prepare(command)
             self._cycle = cycle
             try:
@@ -336,16 +357,76 @@ class Agent:
         ranks = [{"rank": r.rank, "local_rank": r.local_rank, "pid": r.pid} for r in cycle.ranks.values()]
         now = self.anchor.now()
         self.send(
-            lambda i: m.Started(id=i, cycle=command.cycle, ranks=ranks, assigned_ns=assigned_ns, started_ns=now, path=path)
+            lambda i: m.Started(
+                id=i, cycle=command.cycle, ranks=ranks, assigned_ns=assigned_ns, started_ns=now, path=path
+            )
         )
         learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self._learn, cycle)
+        if command.agent_store:
+            self._next_store = asyncio.ensure_future(self._host_store())
         make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
         learn.cancel()
-        self._next_port = free_port(self._rng)
+        await self._next_port_ready()
         self._cycle = None
         stopped = make(0)
         self._say_stopped(stopped, cycle)
         self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._next_port))
+
+    async def _take_store(self, command: m.StartCycle) -> bool:
+        """Have the cycle's store listening before any rank starts. False when its port is taken: the cycle is given back."""
+        if self._store is not None and self._store.port == command.master_port:
+            return True
+        self._end_store()
+        try:
+            assert self._zygote is not None
+            self._store = await self._zygote.host_store(command.master_port)
+        except (SpawnError, AssertionError) as error:
+            self._next_port = free_port(self._rng)
+            self.say(f"cycle {command.cycle}: no store on port {command.master_port}: {error}")
+            self._give_back(command.cycle, str(error))
+            return False
+        return True
+
+    async def _host_store(self) -> HostedStore | None:
+        """The next cycle's store, on a fresh port, ready before it is needed."""
+        try:
+            return await self._zygote.host_store(0) if self._zygote is not None else None
+        except SpawnError:
+            return None
+
+    async def _next_port_ready(self) -> None:
+        """After a cycle: its store goes, the prepared one takes its place."""
+        self._end_store()
+        if self._next_store is not None:
+            self._store, self._next_store = await self._next_store, None
+        self._next_port = self._store.port if self._store is not None else free_port(self._rng)
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            kill_quietly(self._store.pid, signal.SIGKILL)
+            reap(self._store.pid)
+            self._store = None
+
+    def _give_back(self, number: int, why: str) -> None:
+        """Report a cycle that could not be started here."""
+        now = self.anchor.now()
+        failure = m.Failure(rank=0, status=1, time_ns=now, error_type="DistNetworkError", message=why)
+        self.send(
+            lambda i: m.Fault(id=i, cycle=number, kind="spawn", rank=0, occurred_ns=now, detected_ns=now, detail=why)
+        )
+        self.send(
+            lambda i: m.Stopped(
+                id=i,
+                cycle=number,
+                statuses={},
+                failures=[failure],
+                completed={},
+                completed_ns=0,
+                captured_ns=now,
+                stopped_ns=now,
+                next_port=self._next_port,
+            )
+        )
 
     def _say_stopped(self, stopped: m.Stopped, cycle: LocalCycle) -> None:
         fault = cycle.fault
@@ -358,7 +439,9 @@ class Agent:
         errors = self.node_dir / "errors"
         errors.mkdir(parents=True, exist_ok=True, mode=0o700)
         info = self.node_dir / f"cycle-{command.cycle:04d}.json"
-        write_atomic(info, to_pretty_json({"schema": "keepstep.cycle/1", "run_id": self.run_id, **_cycle_info(command)}))
+        write_atomic(
+            info, to_pretty_json({"schema": "keepstep.cycle/1", "run_id": self.run_id, **_cycle_info(command)})
+        )
         self._logs.start_cycle(self.run_dir / "logs" / f"cycle-{command.cycle:04d}.log")
         ranks: list[LocalRank] = []
         specs: list[RankSpec] = []
@@ -403,7 +486,9 @@ class Agent:
             shown = not redirected and (not c.local_ranks_filter or rank.local_rank in c.local_ranks_filter)
             extra = None
             if redirected or teed:
-                folder = Path(c.log_dir or self.run_dir / "logs") / f"attempt_{self._cycle_number}" / str(rank.local_rank)
+                folder = (
+                    Path(c.log_dir or self.run_dir / "logs") / f"attempt_{self._cycle_number}" / str(rank.local_rank)
+                )
                 folder.mkdir(parents=True, exist_ok=True)
                 extra = (folder / f"{name}.log").open("ab", buffering=0)
             self._logs.add(

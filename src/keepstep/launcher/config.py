@@ -46,4 +46,3 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: float = 600.0
     origins: dict[str, str] = {}
     """Field -> "flag", "PET_X" or "default"."""
-

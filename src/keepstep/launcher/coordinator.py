@@ -233,7 +233,16 @@ class Coordinator:
             case m.Grant():
                 granted = job.phase == "running"
                 if granted:
-                    take([{"type": "grant", "cycle": message.cycle, "checkpoint": message.checkpoint, "step": message.step}])
+                    take(
+                        [
+                            {
+                                "type": "grant",
+                                "cycle": message.cycle,
+                                "checkpoint": message.checkpoint,
+                                "step": message.step,
+                            }
+                        ]
+                    )
                 result = {"granted": granted}
             case _:
                 return m.Reply(epoch=epoch, id=message.id, ok=False, error="unexpected message")

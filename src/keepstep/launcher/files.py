@@ -85,7 +85,9 @@ def socket_dir(run_dir: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise StorageError(f"{folder}: belongs to uid {status.st_uid} or is open to others; remove it and start again")
+            raise StorageError(
+                f"{folder}: belongs to uid {status.st_uid} or is open to others; remove it and start again"
+            )
     return path
 
 

@@ -32,6 +32,7 @@ class NodeState(msgspec.Struct, kw_only=True):
     next_addr: str
     next_port: int
     pid: int
+    hosts_store: bool = False
 
 
 class CycleState(msgspec.Struct, kw_only=True):
@@ -42,6 +43,7 @@ class CycleState(msgspec.Struct, kw_only=True):
     ranks: list[dict[str, Any]]
     master_addr: str
     master_port: int
+    agent_store: bool = False
     started: dict[str, dict[str, Any]] = {}
     stopped: dict[str, m.Stopped] = {}
     lost: list[str] = []
@@ -119,6 +121,7 @@ class Job:
             ranks=r["ranks"],
             master_addr=r["master_addr"],
             master_port=r["master_port"],
+            agent_store=r["agent_store"],
         )
         self.last_cycle = r["cycle"]
         self.phase = "running"
@@ -202,6 +205,7 @@ class Job:
             "next_addr": hello.next_addr,
             "next_port": hello.next_port,
             "pid": hello.pid,
+            "hosts_store": hello.hosts_store,
         }
         return [record], None
 
@@ -303,8 +307,15 @@ class Job:
         port = (self.master[1] if first else None) or head.next_port
         mark = self.mark("cycle_started", now_ns)
         mark["mark"]["cycle"] = number
-        cycle = {"type": "cycle", "cycle": number, "nodes": nodes, "ranks": ranks, "master_addr": addr, "master_port": port}
-        return [cycle, mark]
+        cycle = {
+            "type": "cycle",
+            "cycle": number,
+            "nodes": nodes,
+            "ranks": ranks,
+            "master_addr": addr,
+            "master_port": port,
+        }
+        return [cycle | {"agent_store": head.hosts_store}, mark]
 
     def ended(self) -> Ended:
         """What is known about the current cycle once it stopped."""
@@ -471,5 +482,6 @@ class Job:
             world_size=len(c.ranks),
             master_addr=c.master_addr,
             master_port=c.master_port,
+            agent_store=c.agent_store,
             record={"ranks": c.ranks, "active_nodes": c.nodes},
         )

@@ -127,5 +127,3 @@ class Journal:
 
 
 __all__ = ["Journal", "Record", "epochs", "read_epoch", "read_marks", "read_records"]
-
-

@@ -43,6 +43,8 @@ def _from_library(top: str, search: list[str], folders: list[str], script_dir: s
     if origin is None or origin in ("built-in", "frozen"):
         return origin is not None
     real = os.path.realpath(origin)
-    if real.startswith(os.path.realpath(script_dir) + os.sep) and not real.startswith(tuple(f + os.sep for f in folders)):
+    if real.startswith(os.path.realpath(script_dir) + os.sep) and not real.startswith(
+        tuple(f + os.sep for f in folders)
+    ):
         return False
     return real.startswith(tuple(f + os.sep for f in folders))

@@ -99,7 +99,11 @@ class Link:
 
     def _receive(self, message: m.FromCoordinator) -> None:
         if message.epoch < self._epoch:
-            print(f"keepstep: ignoring a coordinator of epoch {message.epoch} < {self._epoch}", file=sys.stderr, flush=True)
+            print(
+                f"keepstep: ignoring a coordinator of epoch {message.epoch} < {self._epoch}",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         if not isinstance(message, m.Reply):
             self._on_command(message)

@@ -189,7 +189,9 @@ class LocalCycle:
                 before = self._progress.get(look.rank)
                 if look.has_steps and before is not None and look.phase == "train":
                     # Either the rank stood still since the last look, or its steps are shorter than a sample.
-                    self._limits.learn(max(0.0, (look.progress_ns - before) / 1e9) if look.progress_ns != before else SAMPLE_S)
+                    self._limits.learn(
+                        max(0.0, (look.progress_ns - before) / 1e9) if look.progress_ns != before else SAMPLE_S
+                    )
                 self._progress[look.rank] = look.progress_ns
             self._changed.set()
             if looks and all(look.has_steps for look in looks):

@@ -31,6 +31,7 @@ class Hello(AgentMessage, tag="hello"):
     nproc: int
     next_port: int
     next_addr: str
+    hosts_store: bool = False
     epoch: int = 0
 
 
@@ -164,6 +165,7 @@ class StartCycle(CoordinatorMessage, tag="start_cycle"):
     world_size: int
     master_addr: str
     master_port: int
+    agent_store: bool
     record: dict[str, Any]
 
 

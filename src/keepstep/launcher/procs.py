@@ -128,4 +128,3 @@ def make_memfd(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
-

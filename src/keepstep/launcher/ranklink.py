@@ -171,11 +171,12 @@ class RankServer:
                 try:
                     fd = self.buffers.get(rank, str(request["name"]), int(request["size_bytes"]))
                 except OSError as error:
-                    return {"ok": False, "error": f"no memory for a buffer of {request['size_bytes']} bytes: {error}"}, None
+                    return {
+                        "ok": False,
+                        "error": f"no memory for a buffer of {request['size_bytes']} bytes: {error}",
+                    }, None
                 return {"ok": True, "size_bytes": int(request["size_bytes"])}, fd
             case "inject":
                 why = self._host.inject(cycle, str(request["spec"]))
                 return ({"ok": True} if why is None else {"ok": False, "error": why}), None
         raise ValueError(f"unknown op {op!r}")
-
-

@@ -44,7 +44,13 @@ CASCADE_TYPES = {
     "BrokenPipeError",
     "ChannelError",
 }
-CASCADE_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "ncclRemoteError")
+CASCADE_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "ncclRemoteError",
+)
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +138,9 @@ def unbuffer_output() -> None:
     """Write-through text on descriptors 1 and 2, as `python -u` gives: nothing is lost when a rank is killed."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         raw = open(fd, "wb", buffering=0, closefd=False)
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace" if fd == 2 else "strict", write_through=True)
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace" if fd == 2 else "strict", write_through=True
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -237,7 +245,9 @@ def record_failure(spec: RankSpec, error: BaseException) -> None:
         Path(spec.failure_path).write_text(json.dumps(record))
         if not Path(spec.error_path).exists():
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-            Path(spec.error_path).write_text(json.dumps({"message": {"message": f"{name}: {message}", "extraInfo": extra}}))
+            Path(spec.error_path).write_text(
+                json.dumps({"message": {"message": f"{name}: {message}", "extraInfo": extra}})
+            )
 
 
 def main() -> None:

@@ -37,6 +37,13 @@ class RankFiles(msgspec.Struct, kw_only=True):
         return [self.stdout, self.stderr, pages.page_fd, pages.stacks_fd, pages.imports_fd]
 
 
+class HostedStore(msgspec.Struct, frozen=True):
+    """A process of this agent that hosts the TCPStore of one cycle."""
+
+    pid: int
+    port: int
+
+
 def _ephemeral_low() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -77,7 +84,7 @@ class Zygote:
         send_frame(ours, {"preload": modules, "trial": trial})
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(self._wait_ready())
         self.ready.add_done_callback(lambda t: t.cancelled() or t.exception())
-        self._env = env
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def pid(self) -> int:
@@ -86,24 +93,35 @@ class Zygote:
     async def _wait_ready(self) -> dict[str, Any]:
         answer = await asyncio.to_thread(recv_frame, self._control)
         if answer is None:
-            raise SpawnError(f"the zygote ended before it was ready (status {self.process.poll()}); see logs/zygote.log")
+            raise SpawnError(
+                f"the zygote ended before it was ready (status {self.process.poll()}); see logs/zygote.log"
+            )
         return answer[0]
 
     async def fork(self, specs: list[RankSpec], files: list[RankFiles]) -> list[int]:
         """Fork ranks; returns their pids in order. Raises SpawnError with the zygote's reason when it refuses."""
-        await self.ready
         fds = [n for f in files for n in f.numbers()]
-        message = {"ranks": [msgspec.to_builtins(s) for s in specs]}
-        try:
-            send_frame(self._control, message, fds)
-            answer = await asyncio.to_thread(recv_frame, self._control)
-        except OSError:
-            answer = None
+        answer = await self._ask({"ranks": [msgspec.to_builtins(s) for s in specs]}, fds)
+        return list(answer["pids"])
+
+    async def host_store(self, port: int) -> HostedStore:
+        """Start a process that hosts a TCPStore on `port` (0: any). Raises SpawnError, with EADDRINUSE in it when taken."""
+        answer = await self._ask({"store": port, "agent_pid": os.getpid()}, [])
+        return HostedStore(pid=answer["pids"][0], port=answer["port"])
+
+    async def _ask(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        await self.ready
+        async with self._one_at_a_time:
+            try:
+                send_frame(self._control, message, fds)
+                answer = await asyncio.to_thread(recv_frame, self._control)
+            except OSError:
+                answer = None
         if answer is None:
             raise SpawnError("the zygote is gone")
         if "refused" in answer[0]:
             raise SpawnError(answer[0]["refused"])
-        return list(answer[0]["pids"])
+        return answer[0]
 
     def close(self) -> None:
         """End the process; its ranks belong to the agent and stay."""
@@ -144,7 +162,11 @@ def local_world_size(text: str) -> int:
     """torchrun's --nproc-per-node: a number, "cpu", "gpu", "auto". Raises SpawnError."""
     if text.isdigit() and int(text) > 0:
         return int(text)
-    gpus = len([n for n in os.listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit()]) if os.path.isdir("/dev") else 0
+    gpus = (
+        len([n for n in os.listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit()])
+        if os.path.isdir("/dev")
+        else 0
+    )
     if text == "cpu" or (text == "auto" and gpus == 0):
         return os.cpu_count() or 1
     if text in ("gpu", "auto"):

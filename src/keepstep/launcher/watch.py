@@ -169,4 +169,3 @@ class HangLimits:
                 best = entered + self.sections_s[name] * 1e9
                 why = f"section {name!r} open for {self.sections_s[name]:g} s"
         return best, why
-

@@ -8,6 +8,8 @@ Control frames (length and JSON, descriptors as SCM_RIGHTS):
   zygote -> agent  {"ready": true, "skipped": {module: reason}, ...}      once
   agent -> zygote  {"ranks": [RankSpec...]} with 5 descriptors a rank (stdout, stderr, page, stacks, imports)
   zygote -> agent  {"pids": [..]} or {"refused": reason}
+  agent -> zygote  {"store": port or 0, "agent_pid": pid}
+  zygote -> agent  {"pids": [pid], "port": port} or {"refused": reason}
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -52,7 +54,16 @@ DEFAULT_PRELOAD = (
     "cryptography.hazmat.primitives.serialization",
 )
 RANK_VARIABLES = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"}
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+    }
 )
 
 
@@ -120,7 +131,12 @@ def _state() -> dict[str, Any]:
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         handlers[int(number)] = handler if isinstance(handler, int) else id(handler)
-    return {"threads": threads(), "fds": len(os.listdir("/proc/self/fd")), "handlers": handlers, "cuda": cuda_initialised()}
+    return {
+        "threads": threads(),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "handlers": handlers,
+        "cuda": cuda_initialised(),
+    }
 
 
 def trial_imports(modules: list[str]) -> dict[str, str]:
@@ -209,7 +225,8 @@ def fork_ranks(specs: list[RankSpec], fds: list[int], control: socket.socket) ->
             pid = os.fork()
             if pid == 0:
                 own = fds[index * FDS_PER_RANK : (index + 1) * FDS_PER_RANK]
-                _enter_rank(spec, own, [read_end, write_end, control.fileno(), *(f for f in fds if f not in own)])
+                # detach: the socket object must not close that number again when the rank's interpreter ends.
+                _enter_rank(spec, own, [read_end, write_end, control.detach(), *(f for f in fds if f not in own)])
                 return [], spec
             pids.append(pid)
         os.write(write_end, json.dumps(pids).encode())
@@ -233,6 +250,46 @@ def _enter_rank(spec: RankSpec, own: list[int], close: list[int]) -> None:
     become_rank(spec, named, forked=True)
 
 
+def fork_store(port: int, agent_pid: int, control: socket.socket) -> dict[str, Any]:
+    """Fork a process that hosts one cycle's TCPStore and listens before any rank is started.
+
+    Ranks then only connect, as under torchrun's own agent: none of them can come too early and lose its retry delay. Port 0 takes
+    a free one. The process ends with the agent.
+    """
+    read_end, write_end = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        pid = os.fork()
+        if pid != 0:
+            os._exit(0)
+        os.close(read_end)
+        os.close(control.detach())
+        _host_store(port, agent_pid, write_end)
+    os.close(write_end)
+    os.waitpid(middle, 0)
+    with open(read_end, "rb") as pipe:
+        answer = pipe.readline()
+    result: dict[str, Any] = json.loads(answer) if answer else {"refused": "the store's process ended"}
+    return result
+
+
+def _host_store(port: int, agent_pid: int, write_end: int) -> NoReturn:
+    adopt_parent(agent_pid)
+    os.setpgid(0, 0)
+    try:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("localhost", port, None, True, wait_for_workers=False)
+        answer: dict[str, Any] = {"pids": [os.getpid()], "port": store.port}
+    except Exception as error:
+        answer = {"refused": f"{type(error).__name__}: {error}"}
+    os.write(write_end, json.dumps(answer).encode() + b"\n")
+    os.close(write_end)
+    while "port" in answer:
+        signal.pause()
+    os._exit(1)
+
+
 def serve(control: socket.socket) -> RankSpec | None:
     """Answer fork requests until the agent is gone (None), or return in a forked rank with its specification."""
     while True:
@@ -240,6 +297,12 @@ def serve(control: socket.socket) -> RankSpec | None:
         if frame is None:
             return None
         message, fds = frame
+        if "store" in message:
+            reason = why_not_fork()
+            send_frame(
+                control, {"refused": reason} if reason else fork_store(message["store"], message["agent_pid"], control)
+            )
+            continue
         specs = msgspec.convert(message["ranks"], list[RankSpec])
         reason = why_not_fork()
         if reason is not None:

@@ -26,7 +26,9 @@ class InjectedError(Exception):
 
 def carry_out(injection: Injection, run: Run) -> None:
     """Cause the fault now, in this rank, at the entry of its step. The launcher is told first, so that its records say so."""
-    print(f"keepstep: injecting {injection.kind} on rank {run.rank} at step {injection.step}", file=sys.stderr, flush=True)
+    print(
+        f"keepstep: injecting {injection.kind} on rank {run.rank} at step {injection.step}", file=sys.stderr, flush=True
+    )
     match injection.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
