@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -77,6 +78,7 @@ def test_full_disk_fails_the_save_not_the_training(small_disk: Path, capfd: pyte
 def test_failures_in_a_row_end_the_training_clearly(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ckpt = checkpointer(root, {"w": torch.zeros(600_000)}, FakeRun(MemoryChannel()), max_failures=2, every_steps=1)
     ckpt.restore()
+    ckpt._room(3_000_000)  # the limit below would hit the staging buffer first
     with file_size_limit(1 << 20):
         assert ckpt.maybe_save(1)
         assert ckpt.maybe_save(2)
@@ -92,8 +94,8 @@ def test_one_rank_that_fails_is_known_to_all_and_nothing_is_committed(
     root: Path, bad_rank: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     channel = RecordingChannel()
-    failing = threading.Event()
     world_size = 3
+    ready, limited = threading.Barrier(world_size), threading.Barrier(world_size)
 
     def body(rank: int) -> tuple[Any, ...]:
         run = FakeRun(channel, rank=rank, world_size=world_size)
@@ -101,19 +103,20 @@ def test_one_rank_that_fails_is_known_to_all_and_nothing_is_committed(
         size = 500_000 if rank == bad_rank else 10
         ckpt = checkpointer(root, {"w": torch.zeros(100), "mine": torch.zeros(size)}, run, per_rank=("mine",))
         ckpt.restore()
-        ckpt.save(1)
-        ckpt.wait()
+        ckpt._room(3_000_000)  # the limit below would hit the staging buffer first
+        ready.wait(20)
+        with file_size_limit(1 << 20) if rank == 0 else contextlib.nullcontext():
+            limited.wait(20)
+            ckpt.save(1)
+            ckpt.wait()
+            limited.wait(20)
         first = ckpt.last_committed_step, ckpt._saver.last_error
-        if rank == 0:
-            failing.set()
-        assert failing.wait(20)
         ckpt.state["mine"] = torch.zeros(10)
         ckpt.save(2)
         ckpt.close()
         return *first, ckpt.last_committed_step
 
-    with file_size_limit(1 << 20):
-        results = run_ranks(world_size, body)
+    results = run_ranks(world_size, body)
     for result in results:
         assert result[0] is None and result[2] == 2, results
         assert f"rank-{bad_rank:05d}-of-00003.safetensors" in result[1] and "File too large" in result[1]
@@ -176,6 +179,23 @@ def test_rank_that_is_gone_fails_the_save_in_bounded_time(root: Path, capfd: pyt
     results = run_ranks(3, body, limit_s=20.0)
     assert "ckpt/1/rank/2" in results[0] and "ckpt/1/rank/2" in results[1]
     assert committed(root) == []
+    capfd.readouterr()
+
+
+def test_no_room_to_stage_is_a_failed_save_like_any_other(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    channel = RecordingChannel()
+
+    def body(rank: int) -> Any:
+        ckpt = checkpointer(root, {"w": torch.zeros(1_000_000)}, FakeRun(channel, rank=rank, world_size=2))
+        ckpt.restore()
+        assert ckpt.save(1)
+        ckpt.wait()
+        return ckpt.last_committed_step, ckpt._saver.last_error
+
+    with file_size_limit(1 << 20):
+        results = run_ranks(2, body)
+    assert all(step is None and "cannot make a shared buffer" in error for step, error in results), results
+    assert [fields["step"] for fields in channel.of_kind("ckpt_failed")] == [1]
     capfd.readouterr()
 
 

@@ -67,21 +67,25 @@ class Saver:
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
-    def refuse(self, error: str) -> None:
-        """Tell the others that this rank cannot take part in the save that they are beginning."""
+    def refuse(self, step: int, error: str) -> None:
+        """This rank cannot take part in the save of `step` that begins: tell the others, count it as failed."""
         self._number += 1
+        outcome = Outcome(step=step, error=f"rank {self._rank}: {error}")
         key = "folder" if self._rank == 0 else f"rank/{self._rank}"
         with contextlib.suppress(ChannelError):
             self._channel.set(f"ckpt/{self._number}/{key}", {"error": error})
+        if self._rank == 0:
+            self._report(outcome)
+        self._outcome = outcome
 
     def wait(self) -> Outcome | None:
-        """Wait for the save in flight; its outcome, or None when there is none."""
-        if self._thread is None:
+        """Wait for the save in flight; its outcome, once, or None when there is none."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
             return None
-        self._thread.join()
-        self._thread = None
-        outcome = self._outcome
-        assert outcome is not None
         if outcome.error is None:
             self.failures_in_row, self.last_error = 0, None
             self.parent, self.newest = outcome.digest, outcome.path

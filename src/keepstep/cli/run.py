@@ -24,16 +24,16 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOOPBACK = {"", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0"}
 
 
-def _flag(name: str, *more: str, env: bool = True, **kwargs: Any) -> Callable[[F], F]:
+def _flag(name: str, *more: str, **kwargs: Any) -> Callable[[F], F]:
     """An option in both of torchrun's spellings (--a-b, --a_b) that also reads PET_A_B, as torchrun does."""
     under = name.lstrip("-").replace("-", "_")
     names = [name, *([f"--{under}"] if "-" in name[2:] else []), *more, under]
-    return click.option(*names, envvar=f"PET_{under.upper()}" if env else None, **kwargs)
+    return click.option(*names, envvar=f"PET_{under.upper()}", **kwargs)
 
 
 def _torchrun_flags(command: F) -> F:
     """Every flag of torch 2.13's torchrun. docs/torchrun-flags.md says what each one does here."""
-    unused = {"hidden": True, "default": None}
+    unused: dict[str, Any] = {"hidden": True, "default": None}
     flags = [
         _flag("--nnodes", default="1:1", help="Number of nodes N (N:N)."),
         _flag("--nproc-per-node", default="1", help="Ranks on this node: a number, cpu, gpu or auto."),
@@ -112,7 +112,7 @@ def _own_flags(command: F) -> F:
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def run(ctx: click.Context, script: str, script_args: tuple[str, ...], **flags: Any) -> None:
+def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT under supervision: torchrun's flags, restarts in place, hang detection, honest accounting."""
     # Imported here: the verbs that only read need none of it.
     from keepstep.launcher.agent import run_agent

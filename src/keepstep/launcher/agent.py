@@ -27,8 +27,8 @@ from keepstep.launcher.link import Link, RefusedError
 from keepstep.launcher.localcycle import LocalCycle, LocalRank
 from keepstep.launcher.logs import LogThread, Stream, wants
 from keepstep.launcher.procs import become_subreaper, kill_quietly, reap, with_environment
-from keepstep.launcher.rankmain import RankSpec
 from keepstep.launcher.ranklink import RankServer
+from keepstep.launcher.rankmain import RankSpec
 from keepstep.launcher.spawn import HostedStore, RankFiles, SpawnError, Zygote, exec_rank, free_port, zygote_environment
 from keepstep.launcher.watch import RankPages
 from keepstep.records.codec import to_pretty_json
@@ -72,7 +72,7 @@ class Agent:
         self._store: HostedStore | None = None
         self._next_store: asyncio.Task[HostedStore | None] | None = None
         self._signals = 0
-        self._end: asyncio.Future[m.End] | None = None
+        self._end: asyncio.Future[Any] | None = None
 
     # ---- life
 
@@ -89,7 +89,7 @@ class Agent:
             self._start_coordinator()
         if self.config.zygote:
             self._zygote = self._new_zygote([])
-        link = asyncio.ensure_future(self._link.run())
+        link: asyncio.Future[Any] = asyncio.ensure_future(self._link.run())
         try:
             done, _ = await asyncio.wait({link, self._end}, return_when=asyncio.FIRST_COMPLETED)
             if link in done:
@@ -303,8 +303,10 @@ class Agent:
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         """Take a mark of a rank; its CLOCK_MONOTONIC times become UTC. The rank does not wait for the disk."""
-        times = {k: self.anchor.from_monotonic(int(fields[k])) for k in ("at_ns", "begin_ns", "end_ns") if k in fields}
-        attrs = {**fields, **times}
+        times: dict[str, int] = {
+            k: self.anchor.from_monotonic(int(fields[k])) for k in ("at_ns", "begin_ns", "end_ns") if k in fields
+        }
+        attrs: dict[str, Any] = {**fields, **times}
         at_ns = attrs.pop("at_ns", None) or attrs.get("end_ns") or self.anchor.now()
         if kind == "attached":
             self._expect_steps = True
@@ -356,11 +358,16 @@ class Agent:
         cycle.adopt(pids)
         ranks = [{"rank": r.rank, "local_rank": r.local_rank, "pid": r.pid} for r in cycle.ranks.values()]
         now = self.anchor.now()
-        self.send(
-            lambda i: m.Started(
-                id=i, cycle=command.cycle, ranks=ranks, assigned_ns=assigned_ns, started_ns=now, path=path
-            )
+        started = m.Started(
+            id=0,
+            cycle=command.cycle,
+            ranks=ranks,
+            assigned_ns=assigned_ns,
+            started_ns=now,
+            path=path,
+            expect_steps=self._expect_steps,
         )
+        self.send(lambda i: msgspec.structs.replace(started, id=i))
         learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self._learn, cycle)
         if command.agent_store:
             self._next_store = asyncio.ensure_future(self._host_store())
@@ -470,7 +477,7 @@ class Agent:
             script=self.config.script,
             args=[a.replace("${local_rank}", str(rank.local_rank)) for a in self.config.args],
             env=env,
-            cwd=os.getcwd(),
+            cwd=str(Path.cwd()),
             agent_pid=os.getpid(),
             failure_path=str(rank.failure_path),
             error_path=str(rank.error_path),

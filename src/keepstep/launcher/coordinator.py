@@ -23,7 +23,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.clock import Anchor, boot_id, boot_ns
+from keepstep.launcher.clock import Anchor, boot_id
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_durable
 from keepstep.launcher.job import Job, Record
@@ -105,7 +105,7 @@ class Coordinator:
             if not isinstance(hello, m.Hello):
                 await self._refuse(socket, hello.id, "the first message must be hello")
                 return
-            records, refused = self.job.join(hello, set(self._sockets))
+            _, refused = self.job.join(hello, set(self._sockets))
             if refused is not None:
                 await self._refuse(socket, hello.id, refused)
                 return
@@ -294,7 +294,7 @@ class Coordinator:
             late = [n for n in absent if loop.time() - max(self._last_seen.get(n, started), started) > self.lease_s]
             if late and self.job.phase != "done" and len(late) < len(self.job.nodes):
                 for node in late:
-                    self._commit([{"type": "node_lost", "node": node}])
+                    self._commit([{"type": "node_lost", "node": node, "t_ns": self.anchor.now()}])
                 self._queue.put_nowait(("", None))
             if not self._sockets and loop.time() - max([*self._last_seen.values(), started]) > 2 * self.lease_s:
                 print("coordinator: no agent left; leaving", file=sys.stderr, flush=True)

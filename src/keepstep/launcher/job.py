@@ -56,6 +56,8 @@ class CycleState(msgspec.Struct, kw_only=True):
     restored_from: str = "none"
     restored_checkpoint: str | None = None
     drained: bool = False
+    marked: list[str] = []
+    lost_ns: int = 0
 
 
 class Job:
@@ -102,6 +104,8 @@ class Job:
             self.last_committed = mark.attrs.get("step")
         if self.cycle is None or mark.cycle != self.cycle.number:
             return
+        if mark.kind not in self.cycle.marked:
+            self.cycle.marked.append(mark.kind)
         if mark.kind == "restored":
             self.cycle.restored_step = mark.attrs.get("step")
             self.cycle.restored_from = mark.attrs.get("source", "none")
@@ -141,6 +145,7 @@ class Job:
         self.nodes.pop(r["node"], None)
         if self.cycle is not None and r["node"] in self.cycle.nodes:
             self.cycle.lost.append(r["node"])
+            self.cycle.lost_ns = self.cycle.lost_ns or r["t_ns"]
             if self.phase == "running":
                 self.phase = "stopping"
 
@@ -237,9 +242,12 @@ class Job:
             return []
         record = {"type": "started", "node": node, **msgspec.to_builtins(message)}
         records = [{k: v for k, v in record.items() if k != "id"} | {"type": "started"}]
-        others = [r for n, r in self.cycle.started.items() if n != node]
-        if len(others) + 1 == len(self.cycle.nodes):
-            records.append(self.mark("assigned", max([message.assigned_ns, *(r["assigned_ns"] for r in others)])))
+        everyone = [record, *(r for n, r in self.cycle.started.items() if n != node)]
+        if len(everyone) == len(self.cycle.nodes):
+            records.append(self.mark("assigned", max(r["assigned_ns"] for r in everyone)))
+            if not any(r.get("expect_steps") for r in everyone):
+                # A script without the trainer library runs from the moment its processes are there.
+                records.append(self.mark("attached", max(r["started_ns"] for r in everyone)))
         return records
 
     def fault(self, node: str, message: m.Fault) -> list[Record]:
@@ -388,14 +396,16 @@ class Job:
         assert self.cycle is not None
         c = self.cycle
         records: list[Record] = []
-        if "attached" not in c.reported and len(c.started) == len(c.nodes):
-            # A script without the trainer library runs from the moment its processes were there.
+        if "attached" not in c.marked and len(c.started) == len(c.nodes):
+            # Some rank never attached: its process was there, and that is all that is known.
             records.append(self.mark("attached", max(r["started_ns"] for r in c.started.values())))
         stops = list(c.stopped.values())
         last_ns = max((s.completed_ns for s in stops), default=0)
         if ended.completed_step is not None and last_ns:
-            if c.first_step_count is None and ended.steps_done:
-                records.append(self.mark("first_step", last_ns, step=ended.completed_step))
+            firsts = [s for s in stops if s.first_step is not None]
+            if c.first_step_count is None and firsts:
+                count = max(s.first_step or 0 for s in firsts)
+                records.append(self.mark("first_step", max(s.first_step_ns for s in firsts), step=count))
             records.append(self.mark("step", last_ns, step=ended.completed_step))
         if c.fault is not None:
             first = first_failure(ended)
@@ -417,8 +427,19 @@ class Job:
                 )
             )
             records.append(self.mark("captured", max((s.captured_ns for s in stops), default=c.fault.detected_ns)))
+        elif c.lost:
+            lost = ", ".join(c.lost)
+            detected = {"occurred_ns": c.lost_ns, "detected_ns": c.lost_ns, "completed_step": ended.completed_step}
+            what = {
+                "rank": None,
+                "node": c.lost[0],
+                "kind": "node_lost",
+                "detail": f"node lost: {lost}",
+                "cause": "unknown",
+            }
+            records.append(self.mark("fault", c.lost_ns, **detected, **what, rule=outcome.rule))
         if c.fault is not None or c.lost:
-            records.append(self.mark("stopped", max((s.stopped_ns for s in stops), default=0)))
+            records.append(self.mark("stopped", max((s.stopped_ns for s in stops), default=c.lost_ns)))
         elif not c.drained and stops:
             records.append(self.mark("drain", max(s.stopped_ns for s in stops), completed_step=ended.completed_step))
         return records

@@ -24,7 +24,7 @@ def worth_learning(names: list[str], config: RunConfig) -> list[str]:
     puts on the path. Nothing is imported to find out: only the top-level name is looked up.
     """
     folders = library_folders()
-    script_dir = str(Path(config.script).resolve().parent) if config.mode == "script" else os.getcwd()
+    script_dir = str(Path(config.script).resolve().parent) if config.mode == "script" else str(Path.cwd())
     # The script's folder comes first on its path: a module found there is the user's, whatever its name.
     search = [script_dir, *(p for p in sys.path if p)]
     answer: dict[str, bool] = {}

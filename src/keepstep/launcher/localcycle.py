@@ -277,12 +277,15 @@ class LocalCycle:
         with_steps = [look for look in looks.values() if look.has_steps]
         failures = [f for f in (self._failure(r) for r in self.ranks.values()) if f is not None]
         completed_ns = _slowest(with_steps)[1] if with_steps else 0
+        first_ns = [look.first_done_ns or look.completed_ns for look in with_steps]
         fields = {
             "cycle": self.number,
             "statuses": {str(r.rank): r.status or 0 for r in self.ranks.values()},
             "failures": failures,
             "completed": {str(look.rank): look.completed for look in with_steps},
             "completed_ns": anchor.from_monotonic(completed_ns) if completed_ns else 0,
+            "first_step": min((look.first_step + 1 for look in with_steps), default=None),
+            "first_step_ns": anchor.from_monotonic(max(first_ns)) if first_ns else 0,
             "captured_ns": anchor.from_monotonic(captured_ns),
             "stopped_ns": anchor.from_monotonic(stopped_ns),
             "culprits": blamed,

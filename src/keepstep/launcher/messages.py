@@ -21,7 +21,7 @@ class AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     cycle: int = -1
 
 
-class Hello(AgentMessage, tag="hello"):
+class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
     """First message of a connection: who this agent is and what it does right now."""
 
     run_id: str
@@ -35,16 +35,18 @@ class Hello(AgentMessage, tag="hello"):
     epoch: int = 0
 
 
-class Started(AgentMessage, tag="started"):
+class Started(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
     """All local ranks of the cycle were forked. `ranks`: [{rank, local_rank, pid}]; times in UTC ns."""
 
     ranks: list[dict[str, int]]
     assigned_ns: int
     started_ns: int
     path: str = "fork"
+    expect_steps: bool = False
+    """Whether the script is expected to attach through the trainer library."""
 
 
-class Fault(AgentMessage, tag="fault"):
+class Fault(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="fault"):
     """Something went wrong with a local rank. `kind`: exit, hang, spawn."""
 
     kind: str
@@ -70,13 +72,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stopped_by_us: bool = False
 
 
-class Stopped(AgentMessage, tag="stopped"):
+class Stopped(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="stopped"):
     """No process of the cycle is left on this node. Sent also when all local ranks ended by themselves with status 0."""
 
     statuses: dict[str, int]
     failures: list[Failure]
     completed: dict[str, int]
     completed_ns: int
+    first_step: int | None = None
+    """The count of completed steps after the first step of the cycle here, and when (UTC ns)."""
+    first_step_ns: int = 0
     captured_ns: int
     stopped_ns: int
     next_port: int
@@ -84,7 +89,7 @@ class Stopped(AgentMessage, tag="stopped"):
     leftovers: int = 0
 
 
-class Note(AgentMessage, tag="note"):
+class Note(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="note"):
     """A mark for the timeline from a rank or the agent. `rank` is -1 for the agent itself."""
 
     kind: str
@@ -93,36 +98,36 @@ class Note(AgentMessage, tag="note"):
     attrs: dict[str, Any] = {}
 
 
-class KvSet(AgentMessage, tag="kv_set"):
+class KvSet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="kv_set"):
     key: str
     value: Any
     only_if_absent: bool = False
 
 
-class KvGet(AgentMessage, tag="kv_get"):
+class KvGet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="kv_get"):
     key: str
 
 
-class KvWait(AgentMessage, tag="kv_wait"):
+class KvWait(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="kv_wait"):
     keys: list[str]
     timeout_s: float
 
 
-class Grant(AgentMessage, tag="grant"):
+class Grant(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="grant"):
     """May this checkpoint be published? Granted only for the current cycle while it is not being stopped."""
 
     checkpoint: str
     step: int
 
 
-class StopRequest(AgentMessage, tag="stop_request"):
+class StopRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="stop_request"):
     """The launcher on `node` got a signal: the whole job is asked to stop."""
 
     signum: int
     node: str
 
 
-class Beat(AgentMessage, tag="beat"):
+class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):
     """Progress sample: steps completed by all local ranks, and when the last of them got there (UTC ns)."""
 
     completed: int | None = None
@@ -138,14 +143,14 @@ class CoordinatorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="t
     epoch: int
 
 
-class Reply(CoordinatorMessage, tag="reply"):
+class Reply(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="reply"):
     id: int
     ok: bool = True
     error: str | None = None
     result: Any = None
 
 
-class Welcome(CoordinatorMessage, tag="welcome"):
+class Welcome(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="welcome"):
     """Answer to Hello. The anchor maps CLOCK_BOOTTIME of the coordinator's host to UTC."""
 
     attempt: int
@@ -154,7 +159,7 @@ class Welcome(CoordinatorMessage, tag="welcome"):
     anchor_boot_ns: int
 
 
-class StartCycle(CoordinatorMessage, tag="start_cycle"):
+class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="start_cycle"):
     """Start these ranks. `first_rank`: global rank of local rank 0 on this node."""
 
     cycle: int
@@ -169,21 +174,21 @@ class StartCycle(CoordinatorMessage, tag="start_cycle"):
     record: dict[str, Any]
 
 
-class StopCycle(CoordinatorMessage, tag="stop_cycle"):
+class StopCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="stop_cycle"):
     """Stop the ranks of this cycle (a fault elsewhere, or the job ends)."""
 
     cycle: int
     reason: str
 
 
-class AskStop(CoordinatorMessage, tag="ask_stop"):
+class AskStop(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="ask_stop"):
     """Ask the ranks of this cycle to stop at their next shared decision."""
 
     cycle: int
     signum: int
 
 
-class End(CoordinatorMessage, tag="end"):
+class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     """The job is over; the verdict file is durable. Exit with this code."""
 
     exit_code: int

@@ -137,7 +137,7 @@ def restore_blas_threads(env: dict[str, str]) -> None:
 def unbuffer_output() -> None:
     """Write-through text on descriptors 1 and 2, as `python -u` gives: nothing is lost when a rank is killed."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = open(fd, "wb", buffering=0, closefd=False)
+        raw = io.FileIO(fd, "wb", closefd=False)
         stream = io.TextIOWrapper(
             raw, encoding="utf-8", errors="backslashreplace" if fd == 2 else "strict", write_through=True
         )
@@ -171,7 +171,7 @@ def run_user_code(spec: RankSpec) -> None:
     try:
         if spec.mode == "module":
             sys.argv = [spec.script, *spec.args]
-            sys.path.insert(0, os.getcwd())
+            sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(spec.script, run_name="__main__", alter_sys=True)
         else:
             run_script(spec.script, spec.args)
@@ -205,7 +205,7 @@ def run_script(script: str, args: list[str]) -> None:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(str(Path(__file__).parent)) or filename.startswith("<frozen ")
+    return filename.startswith((str(Path(__file__).parent), "<frozen "))
 
 
 def user_traceback(error: BaseException) -> types.TracebackType | None:
@@ -221,8 +221,8 @@ def user_frame(error: BaseException) -> str | None:
     frames = traceback.extract_tb(user_traceback(error))
     library = (sys.prefix, sys.base_prefix, "<frozen")
     own = [f for f in frames if not f.filename.startswith(library) and not _is_ours(f.filename)]
-    frame = (own or list(frames) or [None])[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame is not None else None
+    candidates = own or list(frames)
+    return f"{candidates[-1].filename}:{candidates[-1].lineno} in {candidates[-1].name}" if candidates else None
 
 
 def record_failure(spec: RankSpec, error: BaseException) -> None:

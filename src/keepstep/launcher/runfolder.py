@@ -83,6 +83,5 @@ def write_cycle(run_dir: Path, record: Cycle) -> None:
 
 def write_summary(run_dir: Path, job: Job) -> None:
     """summary.json: what `keepstep goodput RUN -o json` prints."""
-    marks = [k for k in job.marks if k.attempt == job.attempt]
-    cycles = [c for c in read_cycles(run_dir) if c.attempt == job.attempt]
-    write_durable(run_dir / "summary.json", to_pretty_json(summarise(job.run_id, job.attempt, marks, cycles)))
+    summary = summarise(job.run_id, job.attempt, job.marks, read_cycles(run_dir))
+    write_durable(run_dir / "summary.json", to_pretty_json(summary))

@@ -162,11 +162,7 @@ def local_world_size(text: str) -> int:
     """torchrun's --nproc-per-node: a number, "cpu", "gpu", "auto". Raises SpawnError."""
     if text.isdigit() and int(text) > 0:
         return int(text)
-    gpus = (
-        len([n for n in os.listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit()])
-        if os.path.isdir("/dev")
-        else 0
-    )
+    gpus = len([n for n in os.listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit()])
     if text == "cpu" or (text == "auto" and gpus == 0):
         return os.cpu_count() or 1
     if text in ("gpu", "auto"):

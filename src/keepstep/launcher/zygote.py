@@ -277,9 +277,8 @@ def _host_store(port: int, agent_pid: int, write_end: int) -> NoReturn:
     adopt_parent(agent_pid)
     os.setpgid(0, 0)
     try:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("localhost", port, None, True, wait_for_workers=False)
+        distributed: Any = sys.modules["torch.distributed"]
+        store = distributed.TCPStore("localhost", port, None, True, wait_for_workers=False)
         answer: dict[str, Any] = {"pids": [os.getpid()], "port": store.port}
     except Exception as error:
         answer = {"refused": f"{type(error).__name__}: {error}"}

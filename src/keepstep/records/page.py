@@ -1,8 +1,8 @@
 """Layout of the progress page: one small shared-memory file a rank, written by the rank, read by its agent.
 
 Each field is one aligned 8-byte word, written by one native store through `memoryview.cast("Q")`. There is no lock and no
-sequence counter: a rank killed in the middle would leave one odd for ever. Every word is valid alone; step number and "inside a step"
-share one word; a reader takes two equal looks or calls the look torn. Times are CLOCK_MONOTONIC nanoseconds.
+sequence counter: a rank killed in the middle would leave one odd for ever. Every word is valid alone; step number and "inside a
+step" share one word; a reader takes two equal looks or calls the look torn. Times are CLOCK_MONOTONIC nanoseconds.
 """
 
 from __future__ import annotations

@@ -221,7 +221,15 @@ class Checkpointer:
                 f"{self._saver.failures_in_row} saves in a row failed under {self.root}; "
                 f"the last one: {self._saver.last_error}"
             )
-        self._saver.begin(self._stage(step))
+        try:
+            job = self._stage(step)
+        except ConfigError as error:
+            self._saver.refuse(step, str(error))
+            raise
+        except (KeepstepError, OSError) as error:  # no room to stage: a failed save, which training outlives
+            self._saver.refuse(step, str(error))
+        else:
+            self._saver.begin(job)
         self._last_save_s = time.monotonic()
         with contextlib.suppress(ChannelError):  # a lost mark is no reason to lose the training
             self._run.channel.report("ckpt_block", {"step": step, "begin_ns": begin_ns, "end_ns": time.monotonic_ns()})
@@ -232,16 +240,11 @@ class Checkpointer:
         from keepstep.checkpoint.torch import capture, stage
 
         run = self._run
-        try:
-            captured = capture(self.state, self._per_rank)
-            blob = msgspec.json.encode(captured.own)
-            layout = file_layout(captured.tensors, captured.own.tensors, len(blob), run.rank, run.world_size)
-            size = sum(entry.size_bytes for entry in layout.entries.values())
-            room = self._room(size)
-            stage(captured, layout, blob, room)
-        except KeepstepError as error:
-            self._saver.refuse(str(error))
-            raise
+        captured = capture(self.state, self._per_rank)
+        blob = msgspec.json.encode(captured.own)
+        layout = file_layout(captured.tensors, captured.own.tensors, len(blob), run.rank, run.world_size)
+        room = self._room(sum(entry.size_bytes for entry in layout.entries.values()))
+        stage(captured, layout, blob, room)
         index = Index(world=run.world_size, tensors=captured.tensors, aliases=captured.aliases, values=captured.values)
         return SaveJob(
             root=self.root,

@@ -64,7 +64,9 @@ def slow_by(factor: float, run: Run) -> float:
     steps = words[layout.W_COMPLETED] - words[layout.W_FIRST_STEP] - 1
     if steps < 1:
         return 0.0
-    return max(0.0, (factor - 1.0) * (words[layout.W_COMPLETED_NS] - words[layout.W_FIRST_DONE_NS]) / steps / 1e9)
+    return float(
+        max(0.0, (factor - 1.0) * (words[layout.W_COMPLETED_NS] - words[layout.W_FIRST_DONE_NS]) / steps / 1e9)
+    )
 
 
 def poison_next_gradient() -> None:
