@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import torch
+from tests.checkpoint.support import FakeRun
 
 from keepstep.trainer.channel import MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
-from tests.checkpoint.support import FakeRun
 
 
 def train(root: Path, cycle: int, started: int) -> None:

@@ -8,11 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from keepstep.checkpoint.layout import FolderName, check_run_id, parse_folder_name
-from keepstep.checkpoint.lineage import Listed, mark_abandoned
-from keepstep.checkpoint.manifest import Facts, Manifest, Writer
-from keepstep.records.errors import ConfigError
 from tests.checkpoint.support import (
     FakeRun,
     Loader,
@@ -21,6 +16,11 @@ from tests.checkpoint.support import (
     restore_value,
     save_steps,
 )
+
+from keepstep.checkpoint.layout import FolderName, check_run_id, parse_folder_name
+from keepstep.checkpoint.lineage import Listed, mark_abandoned
+from keepstep.checkpoint.manifest import Facts, Manifest, Writer
+from keepstep.records.errors import ConfigError
 
 
 def test_folder_names_have_one_spelling() -> None:

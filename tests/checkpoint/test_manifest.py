@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checkpoint.support import flip_bit, report_of, save_steps
 
 from keepstep.checkpoint.commit import commit, make_folder, writer_facts
 from keepstep.checkpoint.keys import key_path, public_key_path, signing_key, trusted_public_key
@@ -20,7 +21,6 @@ from keepstep.checkpoint.manifest import Facts, UnsignedError, UntrustedKeyError
 from keepstep.checkpoint.verify import read_manifest, verify_checkpoint
 from keepstep.checkpoint.writer import write_file
 from keepstep.records.errors import VerificationError
-from tests.checkpoint.support import flip_bit, report_of, save_steps
 
 NAME = FolderName(12, 3, 1, 0, "job7")
 

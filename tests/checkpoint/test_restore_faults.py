@@ -14,15 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-
-from keepstep.checkpoint.keys import key_path, signing_key
-from keepstep.checkpoint.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED
-from keepstep.checkpoint.manifest import sign_statement
-from keepstep.checkpoint.quarantine import QuarantineRecord
-from keepstep.checkpoint.restore import read_checkpoint
-from keepstep.checkpoint.torch import set_rng_state
-from keepstep.records.errors import ChannelError, RefuseToStartError, StorageError, VerificationError
-from keepstep.trainer.channel import MemoryChannel
 from tests.checkpoint.support import (
     FakeRun,
     Loader,
@@ -34,6 +25,15 @@ from tests.checkpoint.support import (
     run_ranks,
     save_steps,
 )
+
+from keepstep.checkpoint.keys import key_path, signing_key
+from keepstep.checkpoint.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED
+from keepstep.checkpoint.manifest import sign_statement
+from keepstep.checkpoint.quarantine import QuarantineRecord
+from keepstep.checkpoint.restore import read_checkpoint
+from keepstep.checkpoint.torch import set_rng_state
+from keepstep.records.errors import ChannelError, RefuseToStartError, StorageError, VerificationError
+from keepstep.trainer.channel import MemoryChannel
 
 SHARD = "rank-00000-of-00001.safetensors"
 

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-
-from keepstep.records.errors import ConfigError, RefuseToStartError
-from keepstep.trainer.channel import MemoryChannel
 from tests.checkpoint.support import (
     Decision,
     FakeRun,
@@ -26,6 +23,9 @@ from tests.checkpoint.support import (
     run_ranks,
     save_steps,
 )
+
+from keepstep.records.errors import ConfigError, RefuseToStartError
+from keepstep.trainer.channel import MemoryChannel
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from keepstep.checkpoint.lineage import list_checkpoints
-from keepstep.records.errors import ConfigError, StorageError
-from keepstep.trainer.channel import MemoryChannel
 from tests.checkpoint.support import (
     FakeRun,
     Loader,
@@ -29,6 +25,10 @@ from tests.checkpoint.support import (
     save_steps,
 )
 from tests.checkpoint.test_writer_and_keys import file_size_limit
+
+from keepstep.checkpoint.lineage import list_checkpoints
+from keepstep.records.errors import ConfigError, StorageError
+from keepstep.trainer.channel import MemoryChannel
 
 
 def committed(root: Path) -> list[str]:
@@ -258,7 +258,12 @@ def test_script_that_ends_without_close_still_commits(root: Path) -> None:
         "ckpt.save(1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, str(root)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-W", "error", "-c", script, str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert restore_like(root) == 1

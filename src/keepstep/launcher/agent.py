@@ -29,7 +29,16 @@ from keepstep.launcher.logs import LogThread, Stream, wants
 from keepstep.launcher.procs import become_subreaper, kill_quietly, reap, with_environment
 from keepstep.launcher.ranklink import RankServer
 from keepstep.launcher.rankmain import RankSpec
-from keepstep.launcher.spawn import HostedStore, RankFiles, SpawnError, Zygote, exec_rank, free_port, zygote_environment
+from keepstep.launcher.spawn import (
+    HostedStore,
+    RankFiles,
+    SpawnError,
+    Zygote,
+    exec_rank,
+    exec_store,
+    free_port,
+    zygote_environment,
+)
 from keepstep.launcher.watch import RankPages
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.errors import KeepstepError
@@ -70,7 +79,7 @@ class Agent:
         self._expect_steps = uses_trainer(config)
         self._next_port = free_port(self._rng)
         self._store: HostedStore | None = None
-        self._next_store: asyncio.Task[HostedStore | None] | None = None
+        self._next_store: HostedStore | None = None
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -109,8 +118,8 @@ class Agent:
             self._cycle.stop("the launcher ends")
             await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
         self._end_store()
-        if self._next_store is not None:
-            self._next_store.cancel()
+        self._take_next_port()
+        self._end_store()
         if self._zygote is not None:
             self._zygote.close()
         if self._coordinator is not None:
@@ -327,10 +336,7 @@ class Agent:
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
         pids = {self._coordinator.pid} if self._coordinator is not None else set()
-        if self._next_store is not None and self._next_store.done() and not self._next_store.cancelled():
-            prepared = self._next_store.result()
-            pids |= {prepared.pid} if prepared is not None else set()
-        helpers = [self._zygote, self._next_zygote, self._store]
+        helpers = [self._zygote, self._next_zygote, self._store, self._next_store]
         return pids | {h.pid for h in helpers if h is not None}
 
     # ---- cycles
@@ -370,10 +376,11 @@ class Agent:
         self.send(lambda i: msgspec.structs.replace(started, id=i))
         learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self._learn, cycle)
         if command.agent_store:
-            self._next_store = asyncio.ensure_future(self._host_store())
+            # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
+            self._next_store = await self._host_store()
         make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
         learn.cancel()
-        await self._next_port_ready()
+        self._take_next_port()
         self._cycle = None
         stopped = make(0)
         self._say_stopped(stopped, cycle)
@@ -384,14 +391,18 @@ class Agent:
         if self._store is not None and self._store.port == command.master_port:
             return True
         self._end_store()
-        try:
-            assert self._zygote is not None
-            self._store = await self._zygote.host_store(command.master_port)
-        except (SpawnError, AssertionError) as error:
-            self._next_port = free_port(self._rng)
-            self.say(f"cycle {command.cycle}: no store on port {command.master_port}: {error}")
-            self._give_back(command.cycle, str(error))
-            return False
+        for host in (self._zygote.host_store if self._zygote is not None else exec_store, exec_store):
+            try:
+                self._store = await host(command.master_port)
+            except SpawnError as error:
+                if "EADDRINUSE" not in str(error):
+                    continue
+                self._next_port = free_port(self._rng)
+                self.say(f"cycle {command.cycle}: port {command.master_port} is in use; another one is taken")
+                self._give_back(command.cycle, str(error))
+                return False
+            break
+        # Without torch nobody hosts it, and no rank will ask for it.
         return True
 
     async def _host_store(self) -> HostedStore | None:
@@ -401,11 +412,10 @@ class Agent:
         except SpawnError:
             return None
 
-    async def _next_port_ready(self) -> None:
+    def _take_next_port(self) -> None:
         """After a cycle: its store goes, the prepared one takes its place."""
         self._end_store()
-        if self._next_store is not None:
-            self._store, self._next_store = await self._next_store, None
+        self._store, self._next_store = self._next_store, None
         self._next_port = self._store.port if self._store is not None else free_port(self._rng)
 
     def _end_store(self) -> None:

@@ -58,6 +58,7 @@ class Coordinator:
         self._told: dict[str, bytes] = {}
         self._waiters: list[tuple[str, m.KvWait, float]] = []
         self._last_seen: dict[str, float] = {}
+        self._lost: list[str] = []
         self._last_note_ns = max((k.t_ns for k in self.job.marks), default=0)
         self._done = asyncio.Event()
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
@@ -165,6 +166,11 @@ class Coordinator:
                     views[self.job.cycle.number] = cycle_record(self.job, ended)
             records.extend(new)
 
+        # Only this task writes the journal: the watcher says who is late, here it becomes a record.
+        lost, self._lost = self._lost, []
+        for node in lost:
+            if node in self.job.nodes and node not in self._sockets:
+                take([{"type": "node_lost", "node": node, "t_ns": self.anchor.now()}])
         for node, message in batch:
             if message is not None:
                 replies.append((node, self._handle(node, message, take)))
@@ -186,7 +192,11 @@ class Coordinator:
     def _handle(self, node: str, message: m.FromAgent, take: Any) -> m.FromCoordinator:
         job, epoch = self.job, self.journal.epoch
         if isinstance(message, m.Hello):
-            take(job.join(message, set())[0])
+            # Asked again: since the connection began, another node may have taken the last place.
+            records, refused = job.join(message, set())
+            if refused is not None:
+                return m.Reply(epoch=epoch, id=message.id, ok=False, error=refused)
+            take(records)
             return m.Welcome(
                 epoch=epoch,
                 attempt=job.attempt,
@@ -194,59 +204,14 @@ class Coordinator:
                 anchor_utc_ns=self.anchor.utc_ns,
                 anchor_boot_ns=self.anchor.boot_ns,
             )
-        if isinstance(message, m.StopRequest):
-            if job.stop is None and job.phase != "done":
-                take([{"type": "stop_request", "signum": message.signum, "node": message.node}])
-            return m.Reply(epoch=epoch, id=message.id)
-        fenced = job.fenced(message)
-        if fenced is not None:
-            return m.Reply(epoch=epoch, id=message.id, ok=False, error=fenced)
-        return self._handle_in_cycle(node, message, take)
-
-    def _handle_in_cycle(self, node: str, message: m.FromAgent, take: Any) -> m.FromCoordinator:
-        job, epoch = self.job, self.journal.epoch
-        assert job.cycle is not None
-        result: Any = None
-        match message:
-            case m.Started():
-                take(job.started(node, message))
-            case m.Fault():
-                take(job.fault(node, message))
-            case m.Stopped():
-                take(job.stopped(node, message))
-            case m.Note():
-                take(job.note(message))
-            case m.Beat():
-                take(job.beat(node, message))
-            case m.KvSet():
-                held = job.cycle.kv.get(message.key)
-                if held is None or (not message.only_if_absent and held != message.value):
-                    take([{"type": "kv", "cycle": message.cycle, "key": message.key, "value": message.value}])
-                result = {"value": job.cycle.kv[message.key]}
-            case m.KvGet():
-                result = {"found": message.key in job.cycle.kv, "value": job.cycle.kv.get(message.key)}
-            case m.KvWait():
-                limit = asyncio.get_running_loop().time() + message.timeout_s
-                self._waiters.append((node, message, limit))
-                asyncio.get_running_loop().call_at(limit, self._queue.put_nowait, (node, None))
-                return m.Reply(epoch=epoch, id=-1)
-            case m.Grant():
-                granted = job.phase == "running"
-                if granted:
-                    take(
-                        [
-                            {
-                                "type": "grant",
-                                "cycle": message.cycle,
-                                "checkpoint": message.checkpoint,
-                                "step": message.step,
-                            }
-                        ]
-                    )
-                result = {"granted": granted}
-            case _:
-                return m.Reply(epoch=epoch, id=message.id, ok=False, error="unexpected message")
-        return m.Reply(epoch=epoch, id=message.id, result=result)
+        if isinstance(message, m.KvWait):
+            limit = asyncio.get_running_loop().time() + message.timeout_s
+            self._waiters.append((node, message, limit))
+            asyncio.get_running_loop().call_at(limit, self._queue.put_nowait, (node, None))
+            return m.Reply(epoch=epoch, id=-1)
+        records, reply = job.handle(node, message)
+        take(records)
+        return reply
 
     async def _answer_waiters(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -293,8 +258,7 @@ class Coordinator:
             absent = [n for n in self.job.nodes if n not in self._sockets]
             late = [n for n in absent if loop.time() - max(self._last_seen.get(n, started), started) > self.lease_s]
             if late and self.job.phase != "done" and len(late) < len(self.job.nodes):
-                for node in late:
-                    self._commit([{"type": "node_lost", "node": node, "t_ns": self.anchor.now()}])
+                self._lost = late
                 self._queue.put_nowait(("", None))
             if not self._sockets and loop.time() - max([*self._last_seen.values(), started]) > 2 * self.lease_s:
                 print("coordinator: no agent left; leaving", file=sys.stderr, flush=True)

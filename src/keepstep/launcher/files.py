@@ -13,6 +13,9 @@ from typing import Any
 
 from keepstep.records.errors import KeepstepError, StorageError
 
+MAX_SOCKET_PATH = 107
+LONGEST_SOCKET = "agent-4194304.sock"
+
 
 def fsync_dir(path: Path) -> None:
     """Make a created or renamed name in `path` durable."""
@@ -78,9 +81,10 @@ def socket_dir(run_dir: Path) -> Path:
     folder belongs to somebody else.
     """
     digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) if runtime and len(runtime) < 60 and Path(runtime).is_dir() else Path("/tmp")
-    path = base / f"keepstep-{os.getuid()}" / digest
+    below = f"keepstep-{os.getuid()}/{digest}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    fits = len(os.fsencode(f"{runtime}/{below}/{LONGEST_SOCKET}")) <= MAX_SOCKET_PATH
+    path = (Path(runtime) if runtime and fits and Path(runtime).is_dir() else Path("/tmp")) / below
     for folder in (path.parent, path):
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

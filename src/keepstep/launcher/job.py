@@ -21,6 +21,10 @@ Record = dict[str, Any]
 Phase = Literal["forming", "running", "stopping", "done"]
 RANK_MARKS_ALL = ("attached",)
 """Marks that count when the last rank reports them."""
+NOTES = frozenset(
+    {*RANK_MARKS_ALL, "restored", "first_step", "ckpt_block", "committed", "ckpt_failed", "quarantined", "drain"}
+)
+"""Marks that may come from a rank; all others are the coordinator's own."""
 
 
 class NodeState(msgspec.Struct, kw_only=True):
@@ -51,6 +55,7 @@ class CycleState(msgspec.Struct, kw_only=True):
     reported: dict[str, dict[int, int]] = {}
     kv: dict[str, Any] = {}
     beats: dict[str, tuple[int, int]] = {}
+    last_step: int | None = None
     first_step_count: int | None = None
     restored_step: int | None = None
     restored_from: str = "none"
@@ -106,6 +111,8 @@ class Job:
             return
         if mark.kind not in self.cycle.marked:
             self.cycle.marked.append(mark.kind)
+        if mark.kind == "step":
+            self.cycle.last_step = mark.attrs.get("step")
         if mark.kind == "restored":
             self.cycle.restored_step = mark.attrs.get("step")
             self.cycle.restored_from = mark.attrs.get("source", "none")
@@ -153,7 +160,8 @@ class Job:
         if self.cycle is not None:
             stopped = msgspec.convert(r["stopped"], m.Stopped)
             self.cycle.stopped[r["node"]] = stopped
-            self.nodes[r["node"]].next_port = stopped.next_port
+            if r["node"] in self.nodes:
+                self.nodes[r["node"]].next_port = stopped.next_port
             exits = {int(k): exit_status_name(v) for k, v in stopped.statuses.items()}
             self.cycle.ranks = [{**p, "exit": exits.get(p["rank"], p.get("exit"))} for p in self.cycle.ranks]
 
@@ -184,6 +192,50 @@ class Job:
         self.phase = "done"
 
     # ---- messages
+
+    def handle(self, node: str, message: m.FromAgent) -> tuple[list[Record], m.Reply]:
+        """Records and reply of any message but Hello (`join`) and KvWait. The records are applied and durable before the reply."""
+        if isinstance(message, m.StopRequest):
+            new = self.stop is None and self.phase != "done"
+            record = {"type": "stop_request", "signum": message.signum, "node": message.node}
+            return [record] if new else [], self._reply(message)
+        fenced = self.fenced(message)
+        if fenced is not None:
+            return [], self._refusal(message, fenced)
+        assert self.cycle is not None
+        kv = self.cycle.kv
+        match message:
+            case m.Started():
+                return self.started(node, message), self._reply(message)
+            case m.Fault():
+                return self.fault(node, message), self._reply(message)
+            case m.Stopped():
+                return self.stopped(node, message), self._reply(message)
+            case m.Note():
+                if message.kind not in NOTES:
+                    return [], self._refusal(message, f"no mark {message.kind!r} from a rank")
+                return self.note(message), self._reply(message)
+            case m.Beat():
+                return self.beat(node, message), self._reply(message)
+            case m.KvSet():
+                if message.key in kv and (message.only_if_absent or kv[message.key] == message.value):
+                    return [], self._reply(message, {"value": kv[message.key]})
+                record = {"type": "kv", "cycle": message.cycle, "key": message.key, "value": message.value}
+                return [record], self._reply(message, {"value": message.value})
+            case m.KvGet():
+                return [], self._reply(message, {"found": message.key in kv, "value": kv.get(message.key)})
+            case m.Grant():
+                granted = self.phase == "running"
+                fields = {"cycle": message.cycle, "checkpoint": message.checkpoint, "step": message.step}
+                return [{"type": "grant", **fields}] if granted else [], self._reply(message, {"granted": granted})
+            case _:
+                return [], self._refusal(message, "unexpected message")
+
+    def _reply(self, message: m.AgentMessage, result: Any = None) -> m.Reply:
+        return m.Reply(epoch=self.epoch, id=message.id, result=result)
+
+    def _refusal(self, message: m.AgentMessage, why: str) -> m.Reply:
+        return m.Reply(epoch=self.epoch, id=message.id, ok=False, error=why)
 
     def fenced(self, message: m.AgentMessage) -> str | None:
         """Why a message about a cycle is refused, or None."""
@@ -262,10 +314,9 @@ class Job:
         assert self.cycle is not None
         if message.completed is None:
             return []
-        before = self._slowest()
         self.cycle.beats[node] = (message.completed, message.at_ns)
         now = self._slowest()
-        if now is None or (before is not None and now[0] <= before[0]):
+        if now is None or (self.cycle.last_step is not None and now[0] <= self.cycle.last_step):
             return []
         return [self.mark("step", now[1], step=now[0])]
 
@@ -463,7 +514,7 @@ class Job:
             message=outcome.message or None,
         )
         records = []
-        if self.cycle is not None:
+        if self.cycle is not None and "cycle_ended" not in self.cycle.marked:
             records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
         records.append(self.mark("run_ended", now_ns, outcome=outcome.verdict, exit_code=outcome.exit_code))
         return [*records, {"type": "verdict", "verdict": msgspec.to_builtins(verdict)}]

@@ -3,7 +3,8 @@
 An epoch is one life of a coordinator, claimed by exclusive create: of two coordinators on one folder only one gets the next
 epoch, and the other's writes go to an older file that nobody reads as the newest. A line is a JSON object with `seq` and `crc`
 (CRC-32 of the line's JSON without `crc`, in sorted compact form); recovery of an epoch stops at the first line that is torn,
-out of sequence or fails its CRC: a crash can only have cut the end.
+out of sequence or fails its CRC: a crash can only have cut the end. What one `append` writes counts whole or not at all: every
+line of it but the last says `more`, so that no transition is ever found half done.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def epoch_path(run_dir: Path, epoch: int) -> Path:
 
 
 def read_epoch(path: Path) -> list[Record]:
-    """Records of one epoch up to the first bad line."""
+    """Records of one epoch up to the first bad line, without an append that is not there whole."""
     records: list[Record] = []
+    whole = 0
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -59,7 +61,9 @@ def read_epoch(path: Path) -> list[Record]:
             if record is None:
                 break
             records.append(record)
-    return records
+            if not record.pop("more", False):
+                whole = len(records)
+    return records[:whole]
 
 
 def read_records(run_dir: Path) -> Iterator[Record]:
@@ -111,8 +115,8 @@ class Journal:
         if not records:
             return
         lines = bytearray()
-        for record in records:
-            lines += _line({"seq": self._seq, **record})
+        for left, record in zip(reversed(range(len(records))), records, strict=True):
+            lines += _line({"seq": self._seq, **record, **({"more": True} if left else {})})
             self._seq += 1
         try:
             view = memoryview(lines)

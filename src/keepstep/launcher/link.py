@@ -91,8 +91,12 @@ class Link:
         self._epoch = first.epoch
         self.welcome = first
         self.welcomed.set()
-        for message, _ in list(self._pending.values()):
-            await self._send(connection, message)
+        sent: set[int] = set()
+        # Again until nothing is left: a request made while the others are being sent has no connection of its own yet.
+        while waiting := [message for number, (message, _) in self._pending.items() if number not in sent]:
+            for message in waiting:
+                await self._send(connection, message)
+                sent.add(message.id)
         self._connection = connection
         while True:
             self._receive(_decode(await connection.recv()))

@@ -307,9 +307,13 @@ class LocalCycle:
             i.kind == "exit" and i.cycle == self.number and i.rank == rank.rank and i.code == rank.status
             for i in self._config.inject
         )
+        status = rank.status
+        if rank.signalled and status < 0 and record.get("error_type"):
+            # It had already failed and was on its way out when the others were stopped.
+            status = 1
         return m.Failure(
             rank=rank.rank,
-            status=rank.status,
+            status=status,
             time_ns=anchor.from_monotonic(record.get("time_mono_ns") or rank.ended_ns),
             error_type=record.get("error_type"),
             message=record.get("message"),

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 from keepstep.launcher.rankmain import libc_prctl
 
 PR_SET_CHILD_SUBREAPER = 36
+STATUS_LOST = 255
 
 
 def become_subreaper() -> None:
-    """Orphans among this process's descendants are re-parented to it (prctl PR_SET_CHILD_SUBREAPER)."""
+    """Orphans among this process's descendants are re-parented to it (prctl PR_SET_CHILD_SUBREAPER).
+
+    A parent that ignores SIGCHLD hands that down through exec, and the kernel would throw every status away.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap(pid: int) -> int | None:
-    """Collect a child's status without blocking: exit code, or minus the signal number; None while it runs."""
+    """Collect a child's status without blocking: exit code, or minus the signal number; None while it runs.
+
+    STATUS_LOST when there is no such child: a status that nobody could read is no success.
+    """
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return 0
+        return STATUS_LOST
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

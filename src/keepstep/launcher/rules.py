@@ -51,12 +51,21 @@ def first_failure(ended: Ended) -> Failure | None:
     return min(own or ended.failures, key=lambda f: f.time_ns, default=None)
 
 
+def address_in_use(failure: Failure) -> bool:
+    """Whether the store's port was taken: bad luck that says nothing about the code."""
+    text = failure.message or ""
+    return failure.error_type is not None and ("EADDRINUSE" in text or "address already in use" in text)
+
+
 def fingerprint(failure: Failure | None, fault_kind: str | None) -> str | None:
     """What a code bug looks like again: exception type and innermost user frame, or the exit code (PROTOCOLS section 9).
 
-    None for signals, hangs, failures that follow from another rank's, and injected ones: those say nothing about the code.
+    None for signals, hangs, failures that follow from another rank's, taken ports and injected failures: those say nothing
+    about the code.
     """
     if failure is None or fault_kind == "hang" or failure.cascade or failure.injected or failure.status < 0:
+        return None
+    if address_in_use(failure):
         return None
     if failure.error_type is not None:
         return f"{failure.error_type} at {failure.frame or 'unknown frame'}"
@@ -65,7 +74,7 @@ def fingerprint(failure: Failure | None, fault_kind: str | None) -> str | None:
 
 def cause_of(failure: Failure | None, fault_kind: str | None) -> str:
     """The launcher's own class of a fault; without attribution most faults stay unknown."""
-    if failure is None or fault_kind == "hang" or failure.cascade or failure.injected:
+    if failure is None or fault_kind == "hang" or failure.cascade or failure.injected or address_in_use(failure):
         return "unknown"
     return "user_code" if failure.error_type is not None else "unknown"
 
@@ -127,9 +136,7 @@ def _repeated(e: Ended) -> Outcome | None:
 
 def _port_in_use(e: Ended) -> Outcome | None:
     failure = first_failure(e)
-    if failure is None or failure.error_type is None or e.port_retries >= MAX_PORT_RETRIES:
-        return None
-    if "EADDRINUSE" not in (failure.message or "") and "address already in use" not in (failure.message or ""):
+    if failure is None or not address_in_use(failure) or e.port_retries >= MAX_PORT_RETRIES:
         return None
     return Outcome(rule="address_in_use", action="restart", cause="address_in_use")
 

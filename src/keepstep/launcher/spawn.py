@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import socket
@@ -128,6 +129,21 @@ class Zygote:
         self._control.close()
         self.process.kill()
         self.process.wait()
+
+
+async def exec_store(port: int) -> HostedStore:
+    """As Zygote.host_store, in a fresh interpreter (takes as long as importing torch does)."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-m", "keepstep.launcher.storehost", str(port), str(os.getpid()), str(write_end)]
+    process = subprocess.Popen(command, pass_fds=[write_end], stdin=subprocess.DEVNULL)
+    process.returncode = 0  # reaped by the agent, as ranks are
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        line = await asyncio.to_thread(pipe.readline)
+    answer: dict[str, Any] = json.loads(line) if line else {"refused": "the store's process ended"}
+    if "refused" in answer:
+        raise SpawnError(answer["refused"])
+    return HostedStore(pid=process.pid, port=answer["port"])
 
 
 def exec_rank(spec: RankSpec, files: RankFiles) -> int:

@@ -96,11 +96,9 @@ class RankPages:
         if used != self._seen_imports:
             self._seen_imports, self._seen_imports_ns = used, time.monotonic_ns()
         sections: list[tuple[str, int]] = []
-        section_ns = 0
-        for depth in range(layout.MAX_SECTION_DEPTH):
-            name_id = words[layout.W_SECTIONS + 2 * depth]
-            entered = words[layout.W_SECTIONS + 2 * depth + 1]
-            section_ns = max(section_ns, entered)
+        # Entries above the top of the stack keep the time they were last entered: that was progress too.
+        stack = words[layout.W_SECTIONS : layout.W_SECTIONS + 2 * layout.MAX_SECTION_DEPTH].tolist()
+        for name_id, entered in zip(stack[::2], stack[1::2], strict=True):
             if name_id == 0 or name_id > layout.MAX_SECTION_NAMES:
                 break
             sections.append((_name(data, name_id), entered))
@@ -119,7 +117,7 @@ class RankPages:
             first_done_ns=words[w.W_FIRST_DONE_NS],
             phase=layout.PHASE_NAMES.get(words[w.W_PHASE], "?"),
             finished=bool(words[w.W_FLAGS] & layout.FLAG_FINISHED),
-            progress_ns=max(section_ns, self._seen_imports_ns, *(words[i] for i in times)),
+            progress_ns=max(*stack[1::2], self._seen_imports_ns, *(words[i] for i in times)),
             sections=sections,
             imported=used,
             torn=torn,
@@ -128,7 +126,12 @@ class RankPages:
 
 def _name(data: bytes, name_id: int) -> str:
     start = layout.NAMES_OFFSET + (name_id - 1) * layout.NAME_BYTES
-    return data[start : start + layout.NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+    return _as_on_page(data[start : start + layout.NAME_BYTES])
+
+
+def _as_on_page(name: bytes) -> str:
+    """How a section's name can be read back from a page, which keeps NAME_BYTES of it."""
+    return name[: layout.NAME_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 class HangLimits:
@@ -142,7 +145,10 @@ class HangLimits:
         self.fixed_s = None if setting in ("auto", "off") else float(setting)
         self.off = setting == "off"
         self.start_s = start_s
-        self.sections_s = sections_s
+        self.sections_s: dict[str, float] = {}
+        for name, limit_s in sections_s.items():
+            short = _as_on_page(name.encode())
+            self.sections_s[short] = min(limit_s, self.sections_s.get(short, limit_s))
         self._gaps_s: deque[float] = deque(maxlen=200)
 
     def learn(self, gap_s: float) -> None:

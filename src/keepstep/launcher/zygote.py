@@ -23,11 +23,12 @@ import socket
 import struct
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from keepstep.launcher.rankmain import RankSpec, adopt_parent, become_rank, run_user_code
+from keepstep.launcher.storehost import host_store
 
 FDS_PER_RANK = 5
 FD_NAMES = ("stdout", "stderr", "page", "stacks", "imports")
@@ -264,29 +265,13 @@ def fork_store(port: int, agent_pid: int, control: socket.socket) -> dict[str, A
             os._exit(0)
         os.close(read_end)
         os.close(control.detach())
-        _host_store(port, agent_pid, write_end)
+        host_store(port, agent_pid, write_end)
     os.close(write_end)
     os.waitpid(middle, 0)
     with open(read_end, "rb") as pipe:
         answer = pipe.readline()
     result: dict[str, Any] = json.loads(answer) if answer else {"refused": "the store's process ended"}
     return result
-
-
-def _host_store(port: int, agent_pid: int, write_end: int) -> NoReturn:
-    adopt_parent(agent_pid)
-    os.setpgid(0, 0)
-    try:
-        distributed: Any = sys.modules["torch.distributed"]
-        store = distributed.TCPStore("localhost", port, None, True, wait_for_workers=False)
-        answer: dict[str, Any] = {"pids": [os.getpid()], "port": store.port}
-    except Exception as error:
-        answer = {"refused": f"{type(error).__name__}: {error}"}
-    os.write(write_end, json.dumps(answer).encode() + b"\n")
-    os.close(write_end)
-    while "port" in answer:
-        signal.pause()
-    os._exit(1)
 
 
 def serve(control: socket.socket) -> RankSpec | None:
