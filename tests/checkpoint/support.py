@@ -48,9 +48,11 @@ class RecordingChannel(MemoryChannel):
 class FakeRun:
     """The run object of one rank; decisions are given by the test."""
 
-    def __init__(self, channel: MemoryChannel, *, rank: int = 0, world_size: int = 1, cycle: int = 0) -> None:
+    def __init__(
+        self, channel: MemoryChannel, *, rank: int = 0, world_size: int = 1, cycle: int = 0, attempt: int = 1
+    ) -> None:
         self.run_id = "job7"
-        self.attempt = 1
+        self.attempt = attempt
         self.cycle = cycle
         self.rank = rank
         self.world_size = world_size
@@ -113,7 +115,7 @@ class Training:
         loss.backward()
         self.optim.step()
         self.sched.step()
-        return loss.item()
+        return float(loss.item())
 
 
 def run_ranks(world_size: int, body: Callable[[int], Any], *, limit_s: float = 60.0) -> list[Any]:

@@ -154,12 +154,14 @@ def test_rollback_on_disk_hides_the_newer_branch(root: Path) -> None:
 
 def test_fresh_start_begins_a_lineage_that_wins_over_higher_steps(root: Path) -> None:
     save_steps(root, [100], cycle=0)
-    ckpt = checkpointer(root, {"w": torch.zeros(3)}, FakeRun(RecordingChannel(), cycle=1))
-    assert ckpt.restore(fresh_start=True) == 0
-    ckpt.close()
-    run = FakeRun(RecordingChannel(), cycle=2)
+    run = FakeRun(RecordingChannel(), cycle=1, attempt=2)
     ckpt = checkpointer(root, {"w": torch.full((40_000,), 5.0), "loader": Loader(0)}, run)
     assert ckpt.restore(fresh_start=True) == 0
     ckpt.save(5)
     ckpt.close()
+    # The launcher restarts the ranks with the same environment: that must not throw the new lineage away.
+    run = FakeRun(RecordingChannel(), cycle=2, attempt=2)
+    again = checkpointer(root, {"w": torch.zeros(40_000), "loader": Loader(0)}, run)
+    assert again.restore(fresh_start=True) == 5
+    again.close()
     assert restore_value(root, cycle=3) == [(5, 5.0)]

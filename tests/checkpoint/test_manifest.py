@@ -109,7 +109,7 @@ def test_key_of_somebody_else_is_not_trusted(root: Path) -> None:
     statement = base64.b64decode(bundle["dsseEnvelope"]["payload"])
     forged = sign_statement(statement, ec.generate_private_key(ec.SECP256R1()))
     (folder / MARKER_SIGNED).write_bytes(forged)
-    with pytest.raises(UntrustedKeyError, match="signed by key [0-9a-f]{16}, trusted is [0-9a-f]{16}"):
+    with pytest.raises(UntrustedKeyError, match=r"signed by key [0-9a-f]{16}, trusted is [0-9a-f]{16}"):
         read_manifest(folder, trusted_key=trusted_public_key())
     # Claiming to be our key does not help.
     lie = json.loads(forged)

@@ -127,7 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "extra file": (lambda f: (f / "extra.pt").write_bytes(pickle.dumps(Canary())), "extra.pt"),
     "hidden extra file": (lambda f: (f / ".nfs0001").write_bytes(b""), ".nfs0001"),
     "extra folder": (lambda f: (f / "more").mkdir(), "more"),
-    "signature bit flip": (lambda f: flip_bit(f / MARKER_SIGNED, -120), MARKER_SIGNED),
+    "statement bit flip": (lambda f: flip_bit(f / MARKER_SIGNED, 200), MARKER_SIGNED),
     "manifest emptied": (lambda f: os.truncate(f / MARKER_SIGNED, 0), MARKER_SIGNED),
     "signed by another key": (_forge, MARKER_SIGNED),
     "signed index of pickles": (
@@ -232,10 +232,11 @@ def test_nothing_valid_refuses_to_start(root: Path, capfd: pytest.CaptureFixture
 
 def test_fresh_start_overrides_by_argument_and_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder,) = save_steps(root, [10])
-    flip_bit(folder / SHARD, -1)
-    ckpt = checkpointer(root, {"w": torch.zeros(4)}, FakeRun(MemoryChannel(), cycle=1))
+    ckpt = checkpointer(root, {"w": torch.zeros(4)}, FakeRun(MemoryChannel(), cycle=1, attempt=2))
     assert ckpt.restore(fresh_start=True) == 0
     monkeypatch.setenv("KEEPSTEP_FRESH_START", "1")
+    assert restore_value(root, cycle=0) == [(0, -1.0)]
+    os.truncate(folder / MARKER_SIGNED, 0)
     assert restore_value(root, cycle=2) == [(0, -1.0)]
 
 

@@ -95,7 +95,7 @@ def test_replicas_write_once_and_ranks_keep_their_own(root: Path, world_size: in
     sizes = []
     for path in sorted(folder.glob("rank-*")):
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if not name.startswith("rank/")]
+            names = [name for name in file.keys() if not name.startswith("rank/")]  # noqa: SIM118 (not a dict)
             tensors = [file.get_tensor(name) for name in names]
             sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     state_bytes = sum(
@@ -230,19 +230,20 @@ def test_sharded_tensors_are_refused_by_name(root: Path) -> None:
 
     ckpt = checkpointer(root, {"model": {"w": DTensor([1.0])}}, FakeRun(MemoryChannel()))
     ckpt.restore()
-    with pytest.raises(ConfigError, match="model/w.*sharded"):
+    with pytest.raises(ConfigError, match=r"model/w.*sharded"):
         ckpt.save(1)
 
 
 def test_arguments_are_checked(root: Path) -> None:
     run = FakeRun(MemoryChannel())
-    for options, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"every_steps": 0}, "every_steps=0"),
         ({"every_seconds": -1.0}, "every_seconds=-1.0"),
         ({"every_steps": 1, "every_seconds": 1.0}, "not both"),
         ({"per_rank": ("lodaer",)}, "lodaer"),
         ({"run_id": "../x"}, "run id"),
-    ]:
+    ]
+    for options, message in cases:
         with pytest.raises(ConfigError, match=message):
             checkpointer(root, {"w": 1}, run, **options)
     for name in ("rank", "rng", "a/b", "", "1x", "__metadata__"):

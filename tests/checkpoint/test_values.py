@@ -161,7 +161,7 @@ def test_distinct_keys_have_distinct_paths(pair: list[Any]) -> None:
     ids=json.dumps,
 )
 def test_malformed_forms_are_verification_errors(form: Any) -> None:
-    with pytest.raises(VerificationError, match="^saved values: "):
+    with pytest.raises(VerificationError, match=r"^saved values: "):
         decode(form, _no_lookup)
 
 

@@ -54,7 +54,7 @@ def test_file_and_digest_are_of_the_bytes_handed_in(tmp_path: Path, size: int) -
 
 def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(StorageError, match="cannot create .*/f: File exists"):
+    with pytest.raises(StorageError, match=r"cannot create .*/f: File exists"):
         write_file(tmp_path / "f", [b"new"])
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError):
@@ -71,7 +71,7 @@ def test_full_disk_names_the_file_and_the_reason(small_disk: Path, size: int) ->
 
 
 def test_write_cut_short_by_a_limit_is_an_error(tmp_path: Path) -> None:
-    with file_size_limit(1 << 20), pytest.raises(StorageError, match="cannot write .*/big: File too large"):
+    with file_size_limit(1 << 20), pytest.raises(StorageError, match=r"cannot write .*/big: File too large"):
         write_file(tmp_path / "big", [b"y" * (2 << 20)])
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from keepstep.launcher.journal import read_marks
 from keepstep.launcher.runfolder import read_cycles
@@ -71,6 +71,9 @@ def training(total: int = 30, every: int = 10) -> str:
 class Launch:
     """A running `keepstep run`. Its output is read by a thread, so that the test can wait for lines of it."""
 
+    started: ClassVar[list[Launch]] = []
+    """All that were started in this test; the fixture in conftest.py ends what is left."""
+
     def __init__(self, folder: Path, script: str | None, *flags: str, args: tuple[str, ...] = (), **env: str) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
@@ -83,6 +86,7 @@ class Launch:
         self.process = subprocess.Popen(
             [*command, *args], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        Launch.started.append(self)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)

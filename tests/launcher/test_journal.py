@@ -70,9 +70,7 @@ class TestClaim:
             "print(*[Journal.claim(Path(sys.argv[1])).epoch for _ in range(40)])"
         )
         command = [sys.executable, "-c", code, str(tmp_path)]
-        racers = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
-        ]
+        racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
         for racer in racers:
             assert racer.stdin is not None
             racer.stdin.write("go\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -121,37 +121,46 @@ def parse_rank_values(data: bytes | memoryview, what: str, *, data_bytes: int) -
     return values
 
 
+Buffer: TypeAlias = bytearray | memoryview
+"""Bytes of one tensor: collected from several files, or a part of one verified file's buffer."""
+
+
 class Assembly:
     """Puts tensors together from the verified files, one file at a time; every byte comes from one piece."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self._pieces = pieces_by_rank(index.tensors, index.world)
-        self.buffers = {name: bytearray(meta.size_bytes) for name, meta in index.tensors.items()}
+        self.buffers: dict[str, Buffer] = {}
 
     def add(self, rank: int, data: memoryview, spans: dict[str, Span], what: str) -> None:
         """Take the replicated pieces of rank `rank`'s file. Raises VerificationError when its header is another."""
         expected = {piece.name: piece for piece in self._pieces[rank]}
         for name, piece in expected.items():
             _check_span(spans.get(name), stored(piece, self.index.tensors[name]), name, what)
-            span = spans[name]
-            self.buffers[name][piece.begin : piece.end] = data[span.begin : span.end]
+            span, size = spans[name], self.index.tensors[name].size_bytes
+            if span.end - span.begin == size:
+                self.buffers[name] = data[span.begin : span.end]  # most tensors lie whole in one file: no copy
+            else:
+                if name not in self.buffers:
+                    self.buffers[name] = bytearray(size)
+                self.buffers[name][piece.begin : piece.end] = data[span.begin : span.end]
         for name in spans:
             if name not in expected and not name.startswith(f"{RANK_PREFIX}/"):
                 raise VerificationError(f"{what}: tensor {name!r} does not belong here")
 
 
-def own_buffers(data: memoryview, spans: dict[str, Span], what: str) -> tuple[RankValues, dict[str, bytearray]]:
+def own_buffers(data: memoryview, spans: dict[str, Span], what: str) -> tuple[RankValues, dict[str, Buffer]]:
     """Values and tensors that only this rank has, from its verified file. Raises VerificationError."""
     blob = spans.get(BLOB_NAME)
     if blob is None or blob.dtype != "U8":
         raise VerificationError(f"{what}: has no values of its rank")
     values = parse_rank_values(data[blob.begin : blob.end], what, data_bytes=len(data))
-    buffers = {}
+    buffers: dict[str, Buffer] = {}
     for name, meta in values.tensors.items():
         _check_span(spans.get(name), stored(Piece(name, 0, meta.size_bytes), meta), name, what)
         span = spans[name]
-        buffers[name] = bytearray(data[span.begin : span.end])
+        buffers[name] = data[span.begin : span.end]
     return values, buffers
 
 

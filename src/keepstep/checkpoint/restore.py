@@ -61,6 +61,8 @@ class Restore(msgspec.Struct, kw_only=True):
     rank: int
     world_size: int
     run_id: str
+    attempt: int
+    cycle: int
     only_run: str | None
     unsigned: bool
     timeout_s: float
@@ -75,6 +77,8 @@ def restore(
     rank: int,
     world_size: int,
     run_id: str,
+    attempt: int,
+    cycle: int,
     only_run: str | None,
     unsigned: bool,
     fresh_start: bool,
@@ -92,6 +96,8 @@ def restore(
         rank=rank,
         world_size=world_size,
         run_id=run_id,
+        attempt=attempt,
+        cycle=cycle,
         only_run=only_run,
         unsigned=unsigned,
         timeout_s=timeout_s,
@@ -137,7 +143,7 @@ def _lead(task: Restore, fresh_start: bool) -> tuple[Life, Restored | None]:
         # A clock that was set back must not make this life look older than what it restores.
         started_ns = max([time.time_ns(), *(created + 1 for created in made_ns)])
         start = Life(restored_step=0, started_ns=started_ns, scope=task.only_run)
-        if fresh_start:
+        if fresh_start and not _is_restart(task, found):
             task.channel.set("restore/0", {"start": msgspec.to_builtins(start)})
             return start, None
         return _propose_all(task, found, start, trusted)
@@ -148,6 +154,15 @@ def _lead(task: Restore, fresh_start: bool) -> tuple[Life, Restored | None]:
             task.channel.set(f"restore/{task.number}", notice)
             task.channel.set(f"restore/{task.number}/result", notice)
         raise
+
+
+def _is_restart(task: Restore, found: list[Listed]) -> bool:
+    """True when an earlier cycle of this very attempt has committed: the fresh start was then, and this is its restart."""
+    facts = [entry.manifest.facts for entry in found if entry.manifest is not None]
+    return any(
+        fact is not None and (fact.run, fact.attempt) == (task.run_id, task.attempt) and fact.cycle < task.cycle
+        for fact in facts
+    )
 
 
 def _propose_all(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpoint.index import RANK_PREFIX, FileLayout, Index, RankValues
+from keepstep.checkpoint.index import RANK_PREFIX, Buffer, FileLayout, Index, RankValues
 from keepstep.checkpoint.layout import INDEX_NAME
 from keepstep.checkpoint.plan import TensorMeta
 from keepstep.checkpoint.shard import file_order
@@ -180,7 +180,7 @@ def stage(captured: Captured, layout: FileLayout, blob: bytes, target: memoryvie
 
 
 def make_lookup(
-    tensors: Mapping[str, TensorMeta], aliases: Mapping[str, str], buffers: Mapping[str, bytearray]
+    tensors: Mapping[str, TensorMeta], aliases: Mapping[str, str], buffers: Mapping[str, Buffer]
 ) -> Callable[[dict[str, Any]], Any]:
     """A `decode` rule that turns references into tensors over `buffers`; the same tensor for each alias."""
     made: dict[tuple[str, str], Any] = {}
@@ -194,24 +194,24 @@ def make_lookup(
 
             return numpy.frombuffer(bytes.fromhex(form["v"]), dtype=_NUMPY_TYPES[form["dtype"]])[0]
         name = aliases.get(form["v"], form["v"])
-        if tag not in ("tensor", "array") or name not in buffers:
+        if tag not in ("tensor", "array") or name not in tensors:
             raise VerificationError(f"a value refers to {tag} {name!r}, which is not there")
         if (tag, name) not in made:
-            meta = tensors[name]
-            made[(tag, name)] = _tensor(meta, buffers[name]) if tag == "tensor" else _array(meta, buffers[name])
+            make = _tensor if tag == "tensor" else _array
+            made[(tag, name)] = make(tensors[name], buffers.get(name, bytearray()))  # an empty tensor has no bytes
         return made[(tag, name)]
 
     return lookup
 
 
-def _tensor(meta: TensorMeta, buffer: bytearray) -> torch.Tensor:
+def _tensor(meta: TensorMeta, buffer: Buffer) -> torch.Tensor:
     dtype = _DTYPES[meta.dtype]
     if not buffer:
         return torch.empty(meta.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(meta.shape)
 
 
-def _array(meta: TensorMeta, buffer: bytearray) -> Any:
+def _array(meta: TensorMeta, buffer: Buffer) -> Any:
     import numpy
 
     return numpy.frombuffer(buffer, dtype=_NUMPY_TYPES[meta.dtype]).reshape(meta.shape)
@@ -225,7 +225,7 @@ class Restored(msgspec.Struct, kw_only=True):
 
 
 def rebuild(
-    index: Index, shared: Mapping[str, bytearray], own: RankValues, mine: Mapping[str, bytearray], own_file: str
+    index: Index, shared: Mapping[str, Buffer], own: RankValues, mine: Mapping[str, Buffer], own_file: str
 ) -> Restored:
     """Turn verified bytes into values. Nothing of the training is touched. Raises VerificationError."""
     lookup = make_lookup(index.tensors, index.aliases, shared)

@@ -127,7 +127,6 @@ def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flag
         return
     _check_script(config.mode, script)
     run_dir = Path(config.run_dir)
-    os.umask(0o077)
     make_run_dir(run_dir)
     lock: RunLock | None
     try:

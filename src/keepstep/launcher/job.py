@@ -151,7 +151,8 @@ class Job:
     def _apply_node_lost(self, r: Record) -> None:
         self.nodes.pop(r["node"], None)
         if self.cycle is not None and r["node"] in self.cycle.nodes:
-            self.cycle.lost.append(r["node"])
+            if r["node"] not in self.cycle.lost:
+                self.cycle.lost.append(r["node"])
             self.cycle.lost_ns = self.cycle.lost_ns or r["t_ns"]
             if self.phase == "running":
                 self.phase = "stopping"

@@ -192,16 +192,16 @@ def run_script(script: str, args: list[str]) -> None:
     path = Path(script).resolve()
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        __file__=script,
+        __file__=os.path.abspath(script),
         __builtins__=__builtins__,
         __spec__=None,
         __cached__=None,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", script),
+        __loader__=importlib.machinery.SourceFileLoader("__main__", os.path.abspath(script)),
     )
     sys.argv = [script, *args]
     sys.path.insert(0, str(path.parent))
     sys.modules["__main__"] = main
-    exec(compile(path.read_bytes(), script, "exec"), main.__dict__)
+    exec(compile(path.read_bytes(), os.path.abspath(script), "exec"), main.__dict__)
 
 
 def _is_ours(filename: str) -> bool:

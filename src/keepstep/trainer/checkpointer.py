@@ -139,6 +139,7 @@ class Checkpointer:
         check_run_id(run.run_id)
         number = len(run.checkpointers)
         run.checkpointers.append(self)
+        self._propose_before = run.propose_save
         run.propose_save = self._propose
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
         self._buffer_name = f"ckpt-{number}"
@@ -157,9 +158,9 @@ class Checkpointer:
         """Load the newest committed checkpoint that every rank can verify; return its step, 0 on an empty root.
 
         One that cannot be verified is quarantined, and the next older one is tried. With `fresh_start` (or
-        KEEPSTEP_FRESH_START=1) nothing is loaded and step 0 begins a new lineage. Raises RefuseToStartError (exit 42)
-        when the root holds checkpoints but none is valid, or what it holds does not fit this script or number of ranks;
-        ChannelError when ranks do not answer in time.
+        KEEPSTEP_FRESH_START=1) nothing is loaded and step 0 begins a new lineage, which later cycles of the same attempt
+        then continue. Raises RefuseToStartError (exit 42) when the root holds checkpoints but none is valid, or what it
+        holds does not fit this script or number of ranks; ChannelError when ranks do not answer in time.
         """
         if self._life is not None:
             raise ConfigError("Checkpointer: restore() was already called")
@@ -172,6 +173,8 @@ class Checkpointer:
                 rank=self._run.rank,
                 world_size=self._run.world_size,
                 run_id=self._run.run_id,
+                attempt=self._run.attempt,
+                cycle=self._run.cycle,
                 only_run=self._only_run,
                 unsigned=self._unsigned,
                 fresh_start=fresh,
@@ -294,7 +297,9 @@ class Checkpointer:
 
     def _propose(self, step: int) -> bool:
         """Whether this rank, asked first, wants a save at `step`."""
-        if self._every_steps is not None or self._life is None:
+        if self._propose_before is not None and self._propose_before(step):
+            return True
+        if self._every_steps is not None or self._life is None or self._closed:
             return False
         return time.monotonic() - self._last_save_s >= self._every_seconds
 
