@@ -49,7 +49,7 @@ class FakeRun:
     """The run object of one rank; decisions are given by the test."""
 
     def __init__(
-        self, channel: MemoryChannel, *, rank: int = 0, world_size: int = 1, cycle: int = 0, attempt: int = 1
+        self, channel: Channel, *, rank: int = 0, world_size: int = 1, cycle: int = 0, attempt: int = 1
     ) -> None:
         self.run_id = "job7"
         self.attempt = attempt

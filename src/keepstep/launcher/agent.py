@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -43,7 +42,7 @@ from keepstep.launcher.watch import RankPages
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.errors import KeepstepError
 from keepstep.records.exits import EXIT_FAILURE
-from keepstep.records.frames import ENV_RUN_ID
+from keepstep.records.frames import ENV_RUN_DIR
 from keepstep.records.inject import Injection
 
 MAX_COORDINATOR_DEATHS = 5
@@ -141,7 +140,7 @@ class Agent:
         """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left."""
         if self._lock is None:
             return
-        for pid in with_environment(ENV_RUN_ID, self.run_id) - {os.getppid()}:
+        for pid in with_environment(ENV_RUN_DIR, self.config.run_dir) - {os.getppid()}:
             self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
             kill_quietly(pid, signal.SIGKILL)
 
@@ -374,7 +373,7 @@ class Agent:
             expect_steps=self._expect_steps,
         )
         self.send(lambda i: msgspec.structs.replace(started, id=i))
-        learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self._learn, cycle)
+        learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self.learn_modules, cycle)
         if command.agent_store:
             # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
             self._next_store = await self._host_store()
@@ -384,6 +383,7 @@ class Agent:
         self._cycle = None
         stopped = make(0)
         self._say_stopped(stopped, cycle)
+        self.learn_modules(cycle)
         self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._next_port))
 
     async def _take_store(self, command: m.StartCycle) -> bool:
@@ -540,29 +540,30 @@ class Agent:
         env = zygote_environment(cycle_environment(self.config, None, 0, self._server.path, None, None))
         return Zygote(env, self.config.preload, trial, self.run_dir / "logs" / "zygote.log")
 
-    def _learn(self, cycle: LocalCycle) -> None:
-        """After some seconds of training: prepare a second zygote with the library modules this script imported."""
-        if self._zygote is None or self._learning is not None or cycle is not self._cycle:
+    def learn_modules(self, cycle: LocalCycle) -> None:
+        """Prepare a second zygote with the library modules this script imported; it serves from the next cycle on."""
+        if self._zygote is None or self._learning is not None:
             return
-        names = {n for r in cycle.ranks.values() for n in r.pages.imported_names()} - self._learned
-        modules = worth_learning(sorted(names), self.config)
+        modules = worth_learning(sorted(cycle.imported_names() - self._learned), self.config)
         if modules:
             self._learned |= set(modules)
             self._learning = asyncio.ensure_future(self._prepare_zygote(sorted(self._learned)))
 
     async def _prepare_zygote(self, modules: list[str]) -> None:
-        self._next_zygote = self._new_zygote(modules)
-        ready = await self._next_zygote.ready
-        report = {"learned": [x for x in modules if x not in ready["skipped"]], "skipped": ready["skipped"]}
-        (self.node_dir / "preload.json").write_text(json.dumps(report, indent=2))
+        new = self._next_zygote = self._new_zygote(modules)
+        try:
+            ready = await new.ready
+        except SpawnError as error:
+            ready = {"skipped": {}, "why_not_fork": str(error)}
+        learned = [x for x in modules if x not in ready["skipped"]] if ready["why_not_fork"] is None else []
+        report = {"learned": learned, "skipped": ready["skipped"], "why_not_fork": ready["why_not_fork"]}
+        write_atomic(self.node_dir / "preload.json", to_pretty_json(report))
+        old = new
         if ready["why_not_fork"] is None:
-            old, self._zygote = self._zygote, self._next_zygote
-            if old is not None:
-                old.close()
-        else:
-            self._next_zygote.close()
-        self._next_zygote = None
-        self._learning = None
+            old, self._zygote = self._zygote or new, new
+        if old is not self._zygote:
+            old.close()
+        self._next_zygote = self._learning = None
 
 
 def _cycle_info(command: m.StartCycle) -> dict[str, Any]:

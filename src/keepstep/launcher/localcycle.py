@@ -61,6 +61,10 @@ class CycleHost(Protocol):
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None: ...
 
+    def learn_modules(self, cycle: LocalCycle) -> None:
+        """The script has shown which modules it imports."""
+        ...
+
 
 class LocalCycle:
     """State of the cycle on this node. `run` returns the message that ends it."""
@@ -78,7 +82,14 @@ class LocalCycle:
         self._stop_reason: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._progress: dict[int, int] = {}
+        self._imported: set[str] | None = None
         self._stop_deadline: asyncio.TimerHandle | None = None
+
+    def imported_names(self) -> set[str]:
+        """Modules that ranks imported themselves, not finding them in the zygote."""
+        if self._imported is not None:
+            return self._imported
+        return {n for r in self.ranks.values() for n in r.pages.imported_names()}
 
     # ---- what happens to it
 
@@ -195,6 +206,8 @@ class LocalCycle:
                 self._progress[look.rank] = look.progress_ns
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
+                if sent is None:
+                    self._host.learn_modules(self)
                 completed, at_ns = _slowest(looks)
                 if completed != sent:
                     sent = completed
@@ -224,6 +237,7 @@ class LocalCycle:
         leftovers = await self._kill_leftovers()
         stopped_ns = time.monotonic_ns()
         message = self._stopped_message(captured_ns, stopped_ns, blamed, leftovers)
+        self._imported = self.imported_names()
         for rank in self.ranks.values():
             rank.pages.close()
         return message
