@@ -13,7 +13,7 @@ import torch
 
 from keepstep.checkpoint.keys import trusted_public_key
 from keepstep.checkpoint.verify import VerifyReport, verify_checkpoint
-from keepstep.trainer.channel import MemoryChannel
+from keepstep.trainer.channel import Channel, MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
 
 

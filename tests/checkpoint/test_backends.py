@@ -116,18 +116,43 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_plain_python_and_torchrun(root: Path, tmp_path: Path, ranks: int) -> None:
-    """A script with the real run object, twice: without a launcher, and under torchrun before any process group."""
-    script = tmp_path / "train.py"
+def launched(root: Path, script: Path, *launcher: str) -> list[str]:
+    """What each rank of `script` said, in the order of ranks."""
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, str(script), str(root)]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "KEEPSTEP_RUN_ID")}
-    for begun in (0, 4):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
-        assert done.returncode == 0, done.stderr
-        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-        assert lines == [f"rank {rank}: {begun} to {begun + 4}" for rank in range(ranks)]
-    for folder in root.glob("*-step-*"):
-        assert report_of(folder).ok
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_plain_python_resumes_what_it_saved(root: Path, tmp_path: Path) -> None:
+    assert launched(root, tmp_path / "train.py") == ["rank 0: 0 to 4"]
+    assert launched(root, tmp_path / "train.py") == ["rank 0: 4 to 8"]
+    assert all(report_of(folder).ok for folder in root.glob("*-step-*"))
+
+
+def test_torchrun_resumes_what_another_run_saved(root: Path, tmp_path: Path) -> None:
+    """Two ranks under torchrun, on its store, before there is any process group."""
+    channel = MemoryChannel()
+
+    def save(rank: int) -> None:
+        run = FakeRun(channel, rank=rank, world_size=2)
+        ckpt = Checkpointer(root, {"model": torch.nn.Linear(50, 50)}, run=run)
+        ckpt.restore()
+        ckpt.save(4)
+        ckpt.close()
+
+    run_ranks(2, save)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert launched(root, tmp_path / "train.py", *launcher) == ["rank 0: 4 to 8", "rank 1: 4 to 8"]
+    assert all(report_of(folder).ok for folder in root.glob("*-step-*"))
+
+
+def test_importing_the_library_loads_neither_torch_nor_cryptography() -> None:
+    script = (
+        "import sys, keepstep.trainer.checkpointer, keepstep.trainer.channel, keepstep.checkpoint.verify\n"
+        "sys.exit(','.join({'torch', 'numpy', 'cryptography'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (0, ""), done.stderr

@@ -143,6 +143,7 @@ def test_all_kinds_of_values(root: Path) -> None:
         },
         "d": torch.Size([2, 3]),
         "e": OrderedDict(z=1, a=2),
+        "f": {"z": 1, "a": {"y": 2, "b": 3}},
     }
     ckpt = checkpointer(root, dict(values), FakeRun(MemoryChannel()), per_rank=("c",))
     ckpt.restore()
@@ -166,6 +167,7 @@ def test_all_kinds_of_values(root: Path) -> None:
     assert state["c"]["point"].shape == ()
     state["c"]["array"][0, 0] = 5  # restored arrays can be written to
     assert type(state["d"]) is torch.Size and state["d"] == (2, 3)
+    assert list(state["f"]) == ["z", "a"] and list(state["f"]["a"]) == ["y", "b"], "dicts keep their order"
     assert list(state["e"].items()) == [("z", 1), ("a", 2)] and type(state["e"]) is OrderedDict
 
 

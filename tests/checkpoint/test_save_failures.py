@@ -26,6 +26,7 @@ from tests.checkpoint.support import (
 )
 from tests.checkpoint.test_writer_and_keys import file_size_limit
 
+from keepstep.checkpoint.keys import key_path
 from keepstep.checkpoint.lineage import list_checkpoints
 from keepstep.records.errors import ConfigError, StorageError
 from keepstep.trainer.channel import MemoryChannel
@@ -146,6 +147,42 @@ def test_value_that_only_one_rank_cannot_save_does_not_hang_the_others(
     assert "extra" in results[1 - bad_rank]
     assert committed(root) == []
     capfd.readouterr()
+
+
+def test_state_dict_that_raises_fails_its_own_rank_and_no_other_waits(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("worker died")
+
+    channel = RecordingChannel()
+
+    def body(rank: int) -> Any:
+        state = {"loader": Broken(rank) if rank else Loader(rank)}
+        ckpt = checkpointer(root, state, FakeRun(channel, rank=rank, world_size=2), timeout_s=600.0)
+        ckpt.restore()
+        ckpt.save(1)
+        ckpt.wait()
+        return ckpt._saver.last_error
+
+    results = run_ranks(2, body, limit_s=20.0)
+    assert isinstance(results[1], RuntimeError)
+    assert results[0] == "rank 1: RuntimeError: worker died"
+    capfd.readouterr()
+
+
+def test_lost_key_file_does_not_start_another_key_in_the_middle(root: Path) -> None:
+    ckpt = checkpointer(root, {"w": torch.zeros(100)}, FakeRun(MemoryChannel()))
+    ckpt.restore()
+    key = key_path().read_bytes()
+    key_path().unlink()
+    ckpt.save(1)
+    ckpt.close()
+    assert not key_path().exists()
+    key_path().write_bytes(key)
+    path = ckpt.newest_committed_path()
+    assert path is not None and report_of(path).ok
 
 
 def test_replicas_that_differ_in_shape_are_not_mixed(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +314,7 @@ def restore_like(root: Path) -> int:
 @pytest.mark.timeout(90)
 def test_kill_at_any_moment_never_leaves_a_committed_folder_that_is_not_whole(root: Path) -> None:
     seed = random.randrange(1 << 30)
-    command = [sys.executable, str(Path(__file__).with_name("kill_loop.py")), str(root), "25", str(seed)]
+    command = [sys.executable, str(Path(__file__).with_name("kill_loop.py")), str(root), "15", str(seed)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=80, env=env)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"

@@ -12,21 +12,26 @@ import msgspec
 
 from keepstep.checkpoint.commit import commit, make_folder, write_latest, writer_facts
 from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.index import Index
 from keepstep.checkpoint.layout import INDEX_NAME, FolderName, rank_file_name
+from keepstep.checkpoint.plan import StoredTensor, plan_digest
 from keepstep.checkpoint.restore import Life
+from keepstep.checkpoint.shard import build_header
 from keepstep.checkpoint.writer import FileFact, write_file
 from keepstep.records.errors import ChannelError, StorageError
 
 
 class SaveJob(msgspec.Struct, kw_only=True):
-    """One staged save of this rank. `data` is the staging buffer: it is not touched again before the save is over."""
+    """One staged save of this rank. `data` is the staging buffer: it is not touched again before the save is over.
+
+    What costs time but needs no live tensor (header, index) is made from it on the saving thread.
+    """
 
     root: Path
     name: FolderName
-    header: bytes
+    entries: dict[str, StoredTensor]
     data: memoryview
-    index: bytes
-    plan: str
+    index: Index
     life: Life
     key: Any
 
@@ -39,6 +44,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None = None
     error: str | None = None
     persist_ns: int = 0
+
+
+def _write_own(job: SaveJob, path: Path) -> FileFact:
+    return write_file(path, [build_header(job.entries, {"format": "pt"}), job.data])
 
 
 class Saver:
@@ -57,8 +66,13 @@ class Saver:
         self._number = 0
         self.parent: str | None = None
         self.newest: Path | None = None
+        self.committed_step: int | None = None
         self.failures_in_row = 0
         self.last_error: str | None = None
+
+    def continue_from(self, step: int, path: Path, digest: str | None) -> None:
+        """The checkpoint at `path`, whose manifest has SHA-256 `digest`, is the newest: the next one names it as parent."""
+        self.parent, self.newest, self.committed_step = digest, path, step
 
     def begin(self, job: SaveJob) -> None:
         """Start the save; the one before must have been waited for."""
@@ -88,7 +102,6 @@ class Saver:
             return None
         if outcome.error is None:
             self.failures_in_row, self.last_error = 0, None
-            self.parent, self.newest = outcome.digest, outcome.path
         else:
             self.failures_in_row += 1
             self.last_error = outcome.error
@@ -100,6 +113,8 @@ class Saver:
             outcome = self._lead(job, number, begin_ns) if self._rank == 0 else self._follow(job, number)
         except Exception as error:  # whatever went wrong, training goes on and all ranks learn of it
             outcome = Outcome(step=job.name.step, error=f"rank {self._rank}: {type(error).__name__}: {error}")
+        if outcome.path is not None:
+            self.continue_from(outcome.step, outcome.path, outcome.digest)
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
@@ -135,9 +150,9 @@ class Saver:
         return Outcome(step=step, path=folder, digest=digest, persist_ns=time.monotonic_ns() - begin_ns)
 
     def _publish(self, job: SaveJob, folder: Path, number: int) -> str:
-        own = write_file(folder / rank_file_name(0, self._world_size), [job.header, job.data])
+        own = _write_own(job, folder / rank_file_name(0, self._world_size))
         files = [own, *self._collect(job, number)]
-        files.append(write_file(folder / INDEX_NAME, [job.index]))
+        files.append(write_file(folder / INDEX_NAME, [msgspec.json.encode(job.index)]))
         if not self._channel.grant(folder.name, job.name.step):
             raise StorageError(f"{folder.name}: the launcher did not grant the commit (this cycle is over)")
         life = job.life
@@ -156,12 +171,13 @@ class Saver:
         """The files of all other ranks. Raises StorageError as soon as one rank failed or holds another state."""
         deadline = time.monotonic() + self._timeout_s
         files = []
+        plan = plan_digest(job.index.tensors, job.index.aliases)
         for rank in range(1, self._world_size):
             key = f"ckpt/{number}/rank/{rank}"
             value = self._channel.wait([key], max(0.0, deadline - time.monotonic()))[key]
             if "error" in value:
                 raise StorageError(f"rank {rank}: {value['error']}")
-            if value["plan"] != job.plan:
+            if value["plan"] != plan:
                 raise StorageError(
                     f"rank {rank} holds other tensors than rank 0 (names, shapes or types differ); "
                     "give the names of what differs as per_rank"
@@ -184,11 +200,13 @@ class Saver:
         folder = job.root / place["name"]
         report = f"ckpt/{number}/rank/{self._rank}"
         try:
-            file = write_file(folder / rank_file_name(self._rank, self._world_size), [job.header, job.data])
+            file = _write_own(job, folder / rank_file_name(self._rank, self._world_size))
         except Exception as error:
             self._channel.set(report, {"error": str(error) or type(error).__name__})
         else:
-            self._channel.set(report, {**msgspec.to_builtins(file), "plan": job.plan})
+            self._channel.set(
+                report, {**msgspec.to_builtins(file), "plan": plan_digest(job.index.tensors, job.index.aliases)}
+            )
         result_key = f"ckpt/{number}/result"
         # Rank 0 gives up after its own time limit and then says so; wait a little longer than that.
         result = self._channel.wait([result_key], 2 * self._timeout_s)[result_key]

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.resources
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -27,11 +28,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from keepstep.cli.goodput import render_goodput
+from keepstep.cli.goodput import read_cycles, render_goodput
 from keepstep.cli.output import emit, make_console, note, output_option
 from keepstep.launcher.journal import epochs, read_marks
 from keepstep.records.codec import from_json
-from keepstep.records.cycle import PHASES, Cycle, Goodput
+from keepstep.records.cycle import PHASES, Goodput
 from keepstep.records.errors import ConfigError, KeepstepError
 from keepstep.records.exits import EXIT_FAILURE
 from keepstep.records.inject import Injection, parse_injection
@@ -39,10 +40,9 @@ from keepstep.records.timeline import Mark
 
 WORLD_SIZE = 2
 HANG_TIMEOUT_S = 4.0
-RUN_LIMIT_S = 600.0
-"""A run that takes longer is ended and the demo fails; far above the minute that both take."""
-
-ENDS_CYCLE = ("kill", "stop", "hang", "raise", "exit")
+RUN_LIMIT_S = 600.0  # a run that takes longer is ended and the demo fails; far above the minute that both take
+HANGS = ("hang", "stop")
+ENDS_CYCLE = ("kill", "raise", "exit", *HANGS)
 GOES_ON = ("corrupt-checkpoint", "coordinator-kill", "slow")
 
 
@@ -142,10 +142,8 @@ def check_samples(
     expected = surviving_history(reference, {0: 0}, steps, problems)
     actual = surviving_history(faulted, restored, steps, problems)
     for name, history in (("reference", expected), ("faulted", actual)):
-        for step in range(steps):
-            for rank in range(world):
-                if (step, rank) not in history:
-                    problems.append(f"{name} run: no record of step {step} on rank {rank}")
+        missing = [key for key in itertools.product(range(steps), range(world)) if key not in history]
+        problems += [f"{name} run: no record of step {step} on rank {rank}" for step, rank in missing]
         counts = collections.Counter(sample for used in history.values() for sample in used)
         repeated = sorted(sample for sample, count in counts.items() if count > 1)
         if repeated:
@@ -164,16 +162,8 @@ class RunFiles:
     """Where one of the two runs keeps its things."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run_dir = folder / "run"
-        self.checkpoints = folder / "checkpoints"
-        self.ledger = folder / "ledger"
-        self.weights = folder / "weights.pt"
-        self.log = folder / "output.log"
-
-    def cycles(self) -> list[Cycle]:
-        """The cycle records, in order."""
-        return [from_json(p.read_bytes(), Cycle) for p in sorted((self.run_dir / "cycles").glob("cycle-*.json"))]
+        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "output.log"
+        self.checkpoints, self.ledger, self.weights = folder / "checkpoints", folder / "ledger", folder / "weights.pt"
 
     def last_step(self, cycle: int) -> int | None:
         """The step rank 0 completed last in `cycle`, from the end of its ledger file."""
@@ -195,7 +185,7 @@ class Watcher:
 
     def look(self) -> None:
         """Show what is new since the last look."""
-        cycles = self.files.cycles()
+        cycles = read_cycles(self.files.run_dir)
         for record in cycles:
             if record.cycle and record.restored_step is not None:
                 origin = record.restored_checkpoint or "the beginning"
@@ -205,8 +195,7 @@ class Watcher:
                 self._tell(record.cycle, "fault", f"ended by {what} ({record.fault.get('detail')})")
         if cycles:
             step = self.files.last_step(cycles[-1].cycle)
-            label = f"{self.title}, cycle {cycles[-1].cycle}"
-            self.progress.update(self.task, description=label, completed=step if step is not None else None)
+            self.progress.update(self.task, description=f"{self.title}, cycle {cycles[-1].cycle}", completed=step)
 
     def _tell(self, cycle: int, what: str, text: str) -> None:
         if (cycle, what) not in self.told:
@@ -216,12 +205,11 @@ class Watcher:
 
 def example_script() -> Path:
     """The example, from an installed wheel or else from the source checkout. Raises KeepstepError when in neither."""
-    packaged = Path(str(importlib.resources.files("keepstep.cli") / "examples" / "train_gpt.py"))
-    checkout = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
-    for path in (packaged, checkout):
-        if path.is_file():
-            return path
-    raise KeepstepError(f"the example is neither at {packaged} nor at {checkout}; install keepstep again")
+    folders = (Path(str(importlib.resources.files("keepstep.cli"))), Path(__file__).resolve().parents[3])
+    found = [path for folder in folders if (path := folder / "examples" / "train_gpt.py").is_file()]
+    if not found:
+        raise KeepstepError(f"no examples/train_gpt.py in {folders[0]} or {folders[1]}; install keepstep again")
+    return found[0]
 
 
 def run_example(files: RunFiles, script: Path, watcher: Watcher, *, seed: int, steps: int, specs: Sequence[str]) -> int:
@@ -259,12 +247,10 @@ class Evidence:
     """What the faulted run left behind."""
 
     def __init__(self, files: RunFiles) -> None:
-        self.files = files
-        self.cycles = files.cycles()
-        self.marks = read_marks(files.run_dir)
+        self.files, self.ledger = files, read_ledger(files.ledger)
+        self.cycles, self.marks = read_cycles(files.run_dir), read_marks(files.run_dir)
         self.epochs = epochs(files.run_dir)
         self.goodput = from_json((files.run_dir / "summary.json").read_bytes(), Goodput)
-        self.ledger = read_ledger(files.ledger)
 
     def mark(self, kind: str, cycle: int) -> Mark | None:
         """The first mark of this kind in this cycle."""
@@ -301,8 +287,8 @@ def judge_fault(injection: Injection, spec: str, evidence: Evidence, failures: l
         changed = [p.stat().st_mtime_ns for p in (evidence.files.checkpoints / name).glob("rank-*")]
         occurred_ns = max(changed, default=occurred_ns)
         text = f"{name} refused; {text}"
-    elif ended.attrs.get("rank") != injection.rank:
-        failures.append(f"{spec}: the records name rank {ended.attrs.get('rank')}")
+    elif (ended.attrs.get("kind") == "hang", ended.attrs.get("rank")) != (injection.kind in HANGS, injection.rank):
+        failures.append(f"{spec}: the records say {ended.attrs.get('kind')} of rank {ended.attrs.get('rank')}")
     times = {"detected_s": (detected_ns - occurred_ns) / 1e9, "first_step_s": (first.t_ns - occurred_ns) / 1e9}
     return msgspec.structs.replace(fault, **times, fault_class=cause, note=text)
 
@@ -321,7 +307,7 @@ def judge_coordinator(injection: Injection, fault: DemoFault, evidence: Evidence
     begin_ns, end_ns = int(gap.attrs["begin_ns"]), int(gap.attrs["end_ns"])
     meanwhile = len({line.step for line in after if line.done_ns < end_ns})
     first_ns = max(line.done_ns for line in after if line.step == min(x.step for x in after))
-    text = f"a new one was ready in the time shown as detected; {meanwhile} steps were trained without any"
+    text = f"detected: time until a new coordinator was ready; {meanwhile} steps were done without one"
     times = {"detected_s": (end_ns - begin_ns) / 1e9, "first_step_s": (first_ns - begin_ns) / 1e9}
     return msgspec.structs.replace(fault, **times, note=text)
 
@@ -357,6 +343,9 @@ def judge(
     expected = read_ledger(reference.ledger)
     sample_problems = check_samples(expected, evidence.ledger, evidence.restored(), steps, WORLD_SIZE)
     failures += [f"samples: {problem}" for problem in sample_problems[:10]]
+    ended = {i.cycle for i in injections if i.kind in ENDS_CYCLE}
+    if len(evidence.cycles) != len(ended) + 1:
+        failures.append(f"{len(evidence.cycles)} cycles instead of {len(ended) + 1}: something else went wrong as well")
     quarantined = list_quarantined(evidence)
     if sum(i.kind == "corrupt-checkpoint" for i in injections) != len(quarantined):
         failures.append(f"{len(quarantined)} checkpoints were quarantined")
@@ -409,15 +398,16 @@ def show(report: DemoReport, evidence: Evidence, console: Console) -> None:
         lines.append(f"quarantined: {bad.checkpoint} (step {bad.step}): {bad.reason}")
         lines.append(f"  used instead: {bad.used_instead} (step {bad.used_step})")
     equal = "bitwise equal to" if report.bitwise_equal else "NOT EQUAL to"
-    lines.append(f"final weights: SHA-256 {report.weights_sha256['faulted']}, {equal}")
-    lines.append(f"the reference: SHA-256 {report.weights_sha256['reference']}")
     once = "each used exactly once" if report.samples_exactly_once else "NOT each used exactly once"
-    lines.append(f"samples: {report.samples_used}, {once} in the {report.steps} steps that led to these weights")
-    lines.append(f"steps done again after a rollback: {report.steps_redone}")
+    lines += [
+        f"final weights: SHA-256 {report.weights_sha256['faulted']}, {equal}",
+        f"the reference: SHA-256 {report.weights_sha256['reference']}",
+        f"samples: {report.samples_used}, {once} in the {report.steps} steps that led to these weights",
+        f"steps done again after a rollback: {report.steps_redone}",
+    ]
     if report.kept:
         lines.append(f"weights, ledgers, checkpoints and run folders of both runs: {report.kept}")
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 # ---- the command

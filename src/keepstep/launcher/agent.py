@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_ns
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.environment import cycle_environment, uses_trainer
-from keepstep.launcher.files import RunLock, write_atomic
+from keepstep.launcher.files import RunLock, write_atomic, write_durable
 from keepstep.launcher.learn import worth_learning
 from keepstep.launcher.link import Link, RefusedError
 from keepstep.launcher.localcycle import LocalCycle, LocalRank
@@ -40,13 +41,15 @@ from keepstep.launcher.spawn import (
 )
 from keepstep.launcher.watch import RankPages
 from keepstep.records.codec import to_pretty_json
-from keepstep.records.errors import KeepstepError
+from keepstep.records.cycle import VerdictFile
+from keepstep.records.errors import KeepstepError, StorageError
 from keepstep.records.exits import EXIT_FAILURE
 from keepstep.records.frames import ENV_RUN_DIR
 from keepstep.records.inject import Injection
 
 MAX_COORDINATOR_DEATHS = 5
 DEATH_WINDOW_S = 20.0
+COORDINATOR_RETRY_S = 5.0
 LEARN_AFTER_S = 5.0
 
 
@@ -105,10 +108,27 @@ class Agent:
             return self._report_end(self._end.result())
         except (RefusedError, SpawnError, KeepstepError) as error:
             self.say(str(error))
+            self._leave_verdict(str(error))
             return EXIT_FAILURE
         finally:
             link.cancel()
             await self._shut_down()
+
+    def _leave_verdict(self, message: str) -> None:
+        """The launcher itself failed: say so where the coordinator could not."""
+        path = self.run_dir / "verdict.json"
+        if self._lock is None or path.exists():
+            return
+        verdict = VerdictFile(
+            run_id=self.run_id,
+            attempt=self._link.welcome.attempt if self._link.welcome is not None else -1,
+            outcome="failed",
+            exit_code=EXIT_FAILURE,
+            cause="launcher_error",
+            message=message,
+        )
+        with contextlib.suppress(StorageError):
+            write_durable(path, to_pretty_json(verdict))
 
     async def _shut_down(self) -> None:
         if self._learning is not None:
@@ -147,7 +167,7 @@ class Agent:
     def say(self, text: str) -> None:
         """One line for the user, also in logs/launcher.log."""
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
-        with (self.run_dir / "logs" / "launcher.log").open("a") as log:
+        with contextlib.suppress(OSError), (self.run_dir / "logs" / "launcher.log").open("a") as log:
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} [{self.config.node}] {text}\n")
 
     def _report_end(self, end: m.End) -> int:
@@ -183,8 +203,15 @@ class Agent:
             return
         now = time.monotonic()
         self._coordinator_deaths = [t for t in self._coordinator_deaths if now - t < DEATH_WINDOW_S] + [now]
+        log = self.run_dir / "logs" / "launcher.log"
+        if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS and self._cycle is not None:
+            # Ranks train on without it: better to wait for the disk (say) than to end them.
+            self.say(
+                f"the coordinator does not stay up (see {log}); ranks go on, next try in {COORDINATOR_RETRY_S:g} s"
+            )
+            asyncio.get_running_loop().call_later(COORDINATOR_RETRY_S, self._start_coordinator)
+            return
         if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS:
-            log = self.run_dir / "logs" / "launcher.log"
             self._end.set_exception(
                 KeepstepError(
                     f"the coordinator ended {len(self._coordinator_deaths)} times in {DEATH_WINDOW_S:g} s; see {log}"
@@ -341,6 +368,15 @@ class Agent:
     # ---- cycles
 
     async def _run_cycle(self, command: m.StartCycle) -> None:
+        try:
+            await self._run_cycle_to_end(command)
+        except Exception as error:
+            # Nobody awaits this task: without this an error here would leave a launcher that does nothing.
+            assert self._end is not None
+            if not self._end.done():
+                self._end.set_exception(KeepstepError(f"cycle {command.cycle}: {type(error).__name__}: {error}"))
+
+    async def _run_cycle_to_end(self, command: m.StartCycle) -> None:
         assigned_ns = self.anchor.now()
         if self._link.welcome is not None:
             w = self._link.welcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -20,7 +21,7 @@ from keepstep.records.codec import to_pretty_json
 COLLECTIVE = re.compile(
     r"torch/(distributed/(distributed_c10d|c10d_logger|rendezvous|_functional_collectives|algorithms/join)\.py"
     r"|autograd/graph\.py\", line \d+ in _engine_run_backward"
-    r"|nn/parallel/distributed\.py\", line \d+ in (_sync_|_verify_|_build_))"
+    r"|nn/parallel/distributed\.py\", line \d+ in (_sync_|_verify_|_build_|_pre_forward))"
     r"|keepstep/trainer/channel\.py"
 )
 CURRENT_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*most recent call first\):$")
@@ -86,7 +87,9 @@ async def capture(ranks: dict[int, tuple[int, RankPages]], folder: Path, limit_s
                 in_collective=waits_for_others(dump),
             )
         )
-    await asyncio.to_thread(_write, found, folder)
+    with contextlib.suppress(OSError):
+        # A full disk costs the evidence, not the restart.
+        await asyncio.to_thread(_write, found, folder)
     return found
 
 

@@ -48,9 +48,13 @@ def write_durable(path: Path, data: bytes, mode: int = 0o600) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by rename without waiting for the disk; for records that the journal can make again."""
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-    Path(name).replace(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def keepstep_home() -> Path:

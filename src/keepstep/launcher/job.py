@@ -382,6 +382,7 @@ class Job:
         assert self.cycle is not None
         c = self.cycle
         failures = [f for s in c.stopped.values() for f in s.failures if not f.stopped_by_us]
+        statuses = [status for s in c.stopped.values() for status in s.statuses.values()]
         step = self.completed_step()
         start = c.restored_step if c.restored_step is not None else (c.first_step_count or 1) - 1
         return Ended(
@@ -390,6 +391,7 @@ class Job:
             fault_injected=bool(c.fault and c.fault.injected),
             stop_signum=self.stop["signum"] if self.stop else None,
             nodes_lost=c.lost,
+            all_exited_zero=len(statuses) == len(c.ranks) and not any(statuses),
             completed_step=step,
             steps_done=None if step is None else max(0, step - start),
             counted_restarts=self.counted,
@@ -406,6 +408,7 @@ class Job:
             fault_injected=False,
             stop_signum=self.stop["signum"] if self.stop else None,
             nodes_lost=[],
+            all_exited_zero=False,
             completed_step=None,
             steps_done=None,
             counted_restarts=self.counted,

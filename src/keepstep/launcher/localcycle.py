@@ -83,6 +83,7 @@ class LocalCycle:
         self._tasks: list[asyncio.Task[None]] = []
         self._progress: dict[int, int] = {}
         self._imported: set[str] | None = None
+        self._asked_early: int | None = None
         self._stop_deadline: asyncio.TimerHandle | None = None
 
     def imported_names(self) -> set[str]:
@@ -102,9 +103,13 @@ class LocalCycle:
             rank.pidfd = os.pidfd_open(pid)
             loop.add_reader(rank.pidfd, self._on_exit, rank)
         self._tasks = [asyncio.ensure_future(self._watch_hang()), asyncio.ensure_future(self._sample())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
         for injection in self._config.inject:
             if injection.cycle == self.number and injection.seconds is not None and injection.step is None:
                 loop.call_later(injection.seconds, self._host.do_injection, injection, self)
+        if self._asked_early is not None:
+            self.ask_stop(self._asked_early)
 
     def attached(self) -> None:
         """A rank called ks.init(): from now on all ranks are expected to report steps."""
@@ -119,6 +124,10 @@ class LocalCycle:
     def ask_stop(self, signum: int) -> None:
         """Ask ranks to stop at their next shared decision; those that have none get SIGTERM. After the grace they are stopped."""
         if self._stop_deadline is not None:
+            return
+        if any(r.pid == 0 for r in self.ranks.values()):
+            # Not started yet: they are asked as soon as they are.
+            self._asked_early = signum
             return
         for rank in self.ranks.values():
             rank.pages.request_stop()
@@ -162,6 +171,12 @@ class LocalCycle:
 
         self._host.send(make)
         self._over.set()
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A watcher that failed must not mean that nobody watches any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._host.say(f"cycle {self.number}: internal error, stopping it: {type(error).__name__}: {error}")
+            self.stop("internal error")
 
     # ---- watching
 

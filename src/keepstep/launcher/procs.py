@@ -89,7 +89,9 @@ def kill_quietly(pid: int, signum: int) -> bool:
 
 
 def kill_group(pgid: int, signum: int) -> bool:
-    """Send a signal to a process group; False when it has no member any more."""
+    """Send a signal to a process group; False when it has no member any more. Group 0 would be our own: never."""
+    if pgid <= 1:
+        return False
     try:
         os.killpg(pgid, signum)
     except (ProcessLookupError, PermissionError):
@@ -126,6 +128,23 @@ def kernel_stack(pid: int) -> str:
         if text and text != "0":
             return text
     return ""
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping or killing: the host's MemAvailable and the room in our own cgroup (v2)."""
+    room = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            room.append(int(line.split()[1]) * 1024)
+    try:
+        own = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
+        folder = Path("/sys/fs/cgroup") / own[3:].lstrip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit.isdigit():
+            room.append(int(limit) - int((folder / "memory.current").read_text()))
+    except (OSError, StopIteration, ValueError):
+        pass
+    return max(0, min(room, default=0))
 
 
 def make_memfd(name: str, size_bytes: int) -> int:

@@ -7,6 +7,7 @@ rank's request simply waits: it is repeated to the next one.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ import struct
 from pathlib import Path
 from typing import Any, Protocol
 
-from keepstep.launcher.procs import make_memfd
+from keepstep.launcher.procs import available_memory_bytes, make_memfd
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError
 
@@ -49,7 +50,7 @@ class StagingBuffers:
 
     def get(self, rank: int, name: str, size_bytes: int) -> int:
         """Descriptor of the buffer, made or replaced when the size differs. Raises OSError (no memory) or ValueError."""
-        if not 0 < size_bytes < 1 << 48:
+        if size_bytes <= 0:
             raise ValueError(f"buffer {name!r}: size {size_bytes} bytes")
         held = self._fds.get((rank, name))
         if held is not None and held[1] == size_bytes:
@@ -59,6 +60,10 @@ class StagingBuffers:
         if held is not None:
             os.close(held[0])
             del self._fds[rank, name]
+        available = available_memory_bytes()
+        if size_bytes > available:
+            # Asking the kernel instead would not fail: it would kill something.
+            raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
         fd = make_memfd(f"keepstep-{rank}-{name}"[:200], size_bytes)
         self._fds[rank, name] = (fd, size_bytes)
         return fd
@@ -105,7 +110,7 @@ class RankServer:
                 await self._reply(writer, reply, fd)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             self.refused += 1
             await self._refuse(writer, f"malformed request: {error}")
         finally:

@@ -22,6 +22,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     fault_injected: bool
     stop_signum: int | None
     nodes_lost: list[str]
+    all_exited_zero: bool
+    """Every rank of the job ended by itself with status 0."""
     completed_step: int | None
     """Steps completed by all ranks in this cycle as the script counts them; None when it reports none."""
     steps_done: int | None
@@ -87,7 +89,7 @@ def _stopped(e: Ended) -> Outcome | None:
 
 
 def _succeeded(e: Ended) -> Outcome | None:
-    if e.failures or e.fault_kind or e.nodes_lost:
+    if not e.all_exited_zero or e.failures or e.fault_kind or e.nodes_lost:
         return None
     return Outcome(rule="succeeded", action="end", cause="finished")
 

@@ -21,12 +21,10 @@ import msgspec
 from keepstep.checkpoint.index import Index, check_state_name, file_layout
 from keepstep.checkpoint.keys import signing_key
 from keepstep.checkpoint.layout import FolderName, check_run_id
-from keepstep.checkpoint.plan import plan_digest
 from keepstep.checkpoint.restore import Life, restore
-from keepstep.checkpoint.saver import Outcome, SaveJob, Saver
-from keepstep.checkpoint.shard import build_header
+from keepstep.checkpoint.saver import SaveJob, Saver
 from keepstep.records import frames
-from keepstep.records.errors import ChannelError, ConfigError, KeepstepError, StorageError
+from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.channel import Channel, ScopedChannel, scoped
 
 DEFAULT_EVERY_S = 600.0
@@ -123,7 +121,6 @@ class Checkpointer:
             run = current()
         self.root = Path(root)
         self.state = state
-        self.last_committed_step: int | None = None
         self._run: RunLike = run
         self._every_steps = every_steps
         self._every_seconds = every_seconds or DEFAULT_EVERY_S
@@ -133,7 +130,8 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._max_failures = max_failures
         self._life: Life | None = None
-        self._stages: dict[int, mmap.mmap] = {}
+        self._staging: mmap.mmap | None = None
+        self._key: Any = None
         self._last_save_s = time.monotonic()
         self._closed = False
         check_run_id(run.run_id)
@@ -181,8 +179,10 @@ class Checkpointer:
                 timeout_s=self._timeout_s,
             )
         life = self._life
-        self.last_committed_step = life.restored_step if life.parent is not None else None
-        self._saver.parent = life.parent
+        if life.checkpoint is not None:
+            self._saver.continue_from(life.restored_step, self.root / life.checkpoint, life.parent)
+        if not self._unsigned and self._run.rank == 0:
+            self._key = signing_key()  # kept: a key file that vanishes later must not start another key in the middle
         self._last_save_s = time.monotonic()
         self._run.note_restored(life.restored_step)
         return life.restored_step
@@ -226,11 +226,15 @@ class Checkpointer:
             )
         try:
             job = self._stage(step)
-        except ConfigError as error:
+        except (
+            ChannelError,
+            StorageError,
+            OSError,
+        ) as error:  # no room to stage: a failed save, which training outlives
             self._saver.refuse(step, str(error))
+        except Exception as error:  # a value that cannot be saved, or a state_dict() that fails: the script's own error
+            self._saver.refuse(step, f"{type(error).__name__}: {error}")
             raise
-        except (KeepstepError, OSError) as error:  # no room to stage: a failed save, which training outlives
-            self._saver.refuse(step, str(error))
         else:
             self._saver.begin(job)
         self._last_save_s = time.monotonic()
@@ -252,36 +256,34 @@ class Checkpointer:
         return SaveJob(
             root=self.root,
             name=FolderName(step, run.cycle, run.attempt, 0, run.run_id),
-            header=build_header(layout.entries, {"format": "pt"}),
+            entries=layout.entries,
             data=room,
-            index=msgspec.json.encode(index) if run.rank == 0 else b"",
-            plan=plan_digest(captured.tensors, captured.aliases),
+            index=index,
             life=self._life,
-            key=None if self._unsigned or run.rank else signing_key(),
+            key=self._key,
         )
 
     def _room(self, size: int) -> memoryview:
         """`size` bytes of the staging buffer. It is reused: fresh pages cost several times the copy itself."""
-        held = self._stages.get(0)
+        held = self._staging
         if held is None or len(held) < size:
             wanted = -(-(size + size // 8 + 1) // _ROUND_BYTES) * _ROUND_BYTES
             fd = self._channel.buffer(self._buffer_name, wanted)
             try:
-                self._stages[0] = held = mmap.mmap(fd, wanted)
+                self._staging = held = mmap.mmap(fd, wanted)
             finally:
                 os.close(fd)
         return memoryview(held)[:size]
 
+    @property
+    def last_committed_step(self) -> int | None:
+        """Step of the newest checkpoint that was committed or restored here; None before the first."""
+        return self._saver.committed_step
+
     def wait(self) -> None:
         """Wait until the save in flight is committed or has failed; returns at once when there is none."""
         outcome = self._saver.wait()
-        if outcome is not None:
-            self._note(outcome)
-
-    def _note(self, outcome: Outcome) -> None:
-        if outcome.error is None:
-            self.last_committed_step = outcome.step
-        elif self._run.rank == 0:
+        if outcome is not None and outcome.error is not None and self._run.rank == 0:
             print(f"keepstep: save of step {outcome.step} failed: {outcome.error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -291,7 +293,7 @@ class Checkpointer:
         self._closed = True
         with self._run.phase("close"):
             self.wait()
-        self._stages.clear()
+        self._staging = None
 
     # ---- for the run object
 
@@ -305,6 +307,4 @@ class Checkpointer:
 
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first."""
-        if self._saver.newest is None and self._life is not None and self._life.checkpoint is not None:
-            return self.root / self._life.checkpoint
         return self._saver.newest

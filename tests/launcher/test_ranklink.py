@@ -1,0 +1,329 @@
+"""The agent's socket for ranks, over a real Unix socket, with the trainer's own client and with hand-made frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.launcher.ranklink import MAX_BUFFERS, RankServer, StagingBuffers
+from keepstep.records import frames
+from keepstep.records.errors import ChannelError
+from keepstep.trainer.channel import ABSENT, AgentChannel
+
+LIMIT_S = 10.0
+
+
+class Host:
+    """The agent's part: one set of keys, and what it was told."""
+
+    run_id = "job7"
+
+    def __init__(self) -> None:
+        self.cycle = 2
+        self.keys: dict[str, Any] = {}
+        self.reports: list[tuple[int, int, str, dict[str, Any]]] = []
+        self.shared: list[tuple[str, int]] = []
+        self.refuse: str | None = None
+
+    def current_cycle(self) -> int:
+        return self.cycle
+
+    async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
+        self.shared.append((op, cycle))
+        if self.refuse is not None:
+            raise ChannelError(self.refuse)
+        match op:
+            case "set":
+                self.keys[request["key"]] = request["value"]
+                return {}
+            case "cas":
+                return {"value": self.keys.setdefault(request["key"], request["value"])}
+            case "get":
+                return {"found": request["key"] in self.keys, "value": self.keys.get(request["key"])}
+            case "wait":
+                missing = [k for k in request["keys"] if k not in self.keys]
+                if missing:
+                    error = ChannelError("timeout")
+                    error.result = {"missing": missing}  # type: ignore[attr-defined]
+                    raise error
+                return {"values": {k: self.keys[k] for k in request["keys"]}}
+        return {"granted": True}
+
+    def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        self.reports.append((cycle, rank, kind, fields))
+
+    def inject(self, cycle: int, spec: str) -> str | None:
+        return None if spec == "known" else f"not one of this run's injections: {spec}"
+
+
+class Served:
+    """A RankServer on a loop of its own thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.host = Host()
+        self.path = folder / "agent.sock"
+        self.server = RankServer(self.path, self.host)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.call(self.server.start())
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(LIMIT_S)
+
+    def channel(self, *, run_id: str = "job7", cycle: int = 2, rank: int = 1) -> AgentChannel:
+        return AgentChannel(str(self.path), run_id=run_id, cycle=cycle, rank=rank, timeout_s=LIMIT_S)
+
+    def connect(self, *, greet: bool = True) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(LIMIT_S)
+        sock.connect(str(self.path))
+        if greet:
+            assert ask(sock, {"op": "hello", "run_id": "job7", "cycle": 2, "rank": 1, "pid": 1}) == {"ok": True}
+        return sock
+
+    def stop(self) -> None:
+        self.call(self.server.close())
+
+        async def rest() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self.call(rest())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def ask(sock: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    sock.sendall(frames.pack(request))
+    return frames.recv_frame(sock)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    yield served
+    served.stop()
+
+
+class TestRequests:
+    def test_shared_keys(self, served: Served) -> None:
+        channel = served.channel()
+        assert channel.get("k") is ABSENT
+        channel.set("k", [1, None])
+        assert channel.get("k") == [1, None]
+        assert channel.cas("k", 5) == [1, None]
+        assert channel.wait(["k"], 1.0) == {"k": [1, None]}
+        assert channel.grant("c", 3)
+        channel.close()
+        assert {op for op, _ in served.host.shared} == {"get", "set", "cas", "wait", "grant"}
+        assert {cycle for _, cycle in served.host.shared} == {2}
+
+    def test_a_wait_that_ran_out_names_what_is_missing(self, served: Served) -> None:
+        channel = served.channel()
+        channel.set("here", 1)
+        with pytest.raises(ChannelError, match="gone"):
+            channel.wait(["here", "gone"], 0.01)
+        channel.close()
+
+    def test_what_the_coordinator_refuses_is_said_and_the_connection_stays(self, served: Served) -> None:
+        with served.connect() as sock:
+            served.host.refuse = "cycle 2 is over"
+            assert ask(sock, {"op": "get", "key": "k"}) == {"ok": False, "error": "cycle 2 is over"}
+            served.host.refuse = None
+            assert ask(sock, {"op": "get", "key": "k"}) == {"ok": True, "found": False, "value": None}
+
+    def test_reports_carry_the_rank_of_the_hello(self, served: Served) -> None:
+        channel = served.channel(rank=5)
+        channel.report("restored", {"step": 3})
+        channel.close()
+        assert served.host.reports == [(2, 5, "restored", {"step": 3})]
+
+    def test_injections(self, served: Served) -> None:
+        with served.connect() as sock:
+            assert ask(sock, {"op": "inject", "spec": "known"}) == {"ok": True}
+            refused = ask(sock, {"op": "inject", "spec": "x"})
+            assert refused == {"ok": False, "error": "not one of this run's injections: x"}
+
+
+class TestFencing:
+    @pytest.mark.parametrize("cycle", [1, 3])
+    def test_a_rank_of_another_cycle_is_refused_and_counted(self, cycle: int, served: Served) -> None:
+        with pytest.raises(ChannelError, match=f"cycle {cycle} is over; this agent runs cycle 2"):
+            served.channel(cycle=cycle).get("k")
+        assert (served.server.refused, served.host.shared) == (1, [])
+
+    def test_a_rank_of_another_run_is_refused_and_counted(self, served: Served) -> None:
+        with pytest.raises(ChannelError, match="first request must be hello of this run"):
+            served.channel(run_id="job8").get("k")
+        assert (served.server.refused, served.host.shared) == (1, [])
+
+    def test_nothing_before_a_hello(self, served: Served) -> None:
+        with served.connect(greet=False) as sock:
+            assert ask(sock, {"op": "set", "key": "k", "value": 1})["ok"] is False
+            assert sock.recv(1) == b""
+        assert (served.server.refused, served.host.keys) == (1, {})
+
+    @pytest.mark.parametrize("op", ["set", "report", "buffer", "inject", "grant"])
+    def test_a_request_after_its_cycle_is_refused(self, op: str, served: Served) -> None:
+        with served.connect() as sock:
+            served.host.cycle = 3
+            request = {
+                "op": op,
+                "key": "k",
+                "value": 1,
+                "kind": "x",
+                "fields": {},
+                "name": "b",
+                "size_bytes": 8,
+                "spec": "known",
+            }
+            assert ask(sock, request) == {"ok": False, "error": "cycle 2 is over"}
+        assert (served.host.shared, served.host.reports) == ([], [])
+
+
+class TestMalformed:
+    BODIES: tuple[tuple[str, bytes], ...] = (
+        ("no JSON", b"{"),
+        ("no UTF-8", b'"\xff"'),
+        ("no object", b"[1]"),
+        ("no op", b"{}"),
+        ("an unknown op", b'{"op":"fly"}'),
+        ("a missing field", b'{"op":"report","kind":"x"}'),
+        ("a field of another type", b'{"op":"report","kind":"x","fields":5}'),
+        ("a size that is no number", b'{"op":"buffer","name":"b","size_bytes":"x"}'),
+        ("a buffer of no size", b'{"op":"buffer","name":"b","size_bytes":0}'),
+        ("a buffer of less than nothing", b'{"op":"buffer","name":"b","size_bytes":-1}'),
+        ("nested without end", b"[" * 200_000),
+        ("nothing", b""),
+    )
+
+    @pytest.mark.parametrize("body", [b for _, b in BODIES], ids=[n for n, _ in BODIES])
+    def test_is_refused_counted_and_ends_only_its_own_connection(self, body: bytes, served: Served) -> None:
+        other = served.channel()
+        other.set("k", 1)
+        with served.connect() as sock:
+            sock.sendall(struct.pack(">I", len(body)) + body)
+            reply = frames.recv_frame(sock)
+            assert (reply["ok"], reply["error"].startswith("malformed request: ")) == (False, True)
+            assert sock.recv(1) == b""
+        assert served.server.refused == 1
+        assert other.get("k") == 1
+        other.close()
+
+    def test_an_oversized_frame_is_refused_before_it_is_read(self, served: Served) -> None:
+        with served.connect() as sock:
+            sock.sendall(struct.pack(">I", frames.MAX_FRAME_BYTES + 1))
+            assert f"frame of {frames.MAX_FRAME_BYTES + 1} bytes is over" in frames.recv_frame(sock)["error"]
+        assert served.server.refused == 1
+
+    def test_the_largest_frame_is_taken(self, served: Served) -> None:
+        request = {"op": "set", "key": "k", "value": ""}
+        room = frames.MAX_FRAME_BYTES - len(json.dumps(request, separators=(",", ":")))
+        with served.connect() as sock:
+            assert ask(sock, {**request, "value": "x" * room}) == {"ok": True}
+        assert len(served.host.keys["k"]) == room
+
+    def test_an_answer_too_large_for_a_frame_is_said(self, served: Served) -> None:
+        served.host.keys = {f"k{n}": "x" * 200_000 for n in range(8)}
+        with served.connect() as sock:
+            reply = ask(sock, {"op": "wait", "keys": list(served.host.keys), "timeout_s": 1})
+        assert (reply["ok"], "over the limit" in reply["error"]) == (False, True)
+
+    @pytest.mark.parametrize("part", [b"", b"\x00\x00", b"\x00\x00\x00\x20{"])
+    def test_a_rank_that_dies_in_the_middle_is_no_malformed_request(self, part: bytes, served: Served) -> None:
+        with served.connect() as sock:
+            sock.sendall(part)
+        with served.connect() as sock:
+            assert ask(sock, {"op": "get", "key": "k"})["ok"]
+        assert served.server.refused == 0
+
+
+class TestBuffers:
+    @staticmethod
+    def use(channel: AgentChannel, name: str, size: int, act: Callable[[mmap.mmap], Any]) -> Any:
+        fd = channel.buffer(name, size)
+        try:
+            with mmap.mmap(fd, size) as memory:
+                return act(memory)
+        finally:
+            os.close(fd)
+
+    def test_the_memory_outlives_the_rank_and_its_cycle(self, served: Served) -> None:
+        first = served.channel()
+        self.use(first, "stage", 8192, lambda memory: memory.write(b"kept"))
+        first.close()
+        served.host.cycle = 3
+        second = served.channel(cycle=3)
+        assert self.use(second, "stage", 8192, lambda memory: memory[:4]) == b"kept"
+        second.close()
+
+    def test_ranks_and_names_do_not_share(self, served: Served) -> None:
+        channel, other = served.channel(rank=1), served.channel(rank=2)
+        self.use(channel, "a", 4096, lambda memory: memory.write(b"mine"))
+        assert self.use(channel, "b", 4096, lambda memory: memory[:4]) == bytes(4)
+        assert self.use(other, "a", 4096, lambda memory: memory[:4]) == bytes(4)
+        channel.close()
+        other.close()
+
+    def test_another_size_is_a_fresh_buffer_and_the_old_mapping_stays_valid(self, served: Served) -> None:
+        channel = served.channel()
+        fd = channel.buffer("a", 4096)
+        with mmap.mmap(fd, 4096) as old:
+            old.write(b"old")
+            assert self.use(channel, "a", 8192, lambda memory: memory[:3]) == bytes(3)
+            assert old[:3] == b"old"
+        os.close(fd)
+        channel.close()
+
+    def test_more_than_this_host_has_is_refused_and_the_agent_lives(self, served: Served) -> None:
+        with served.connect() as sock:
+            reply = ask(sock, {"op": "buffer", "name": "b", "size_bytes": 1 << 47})
+            assert (reply["ok"], reply["error"].startswith(f"no memory for a buffer of {1 << 47} bytes")) == (
+                False,
+                True,
+            )
+            assert ask(sock, {"op": "get", "key": "k"})["ok"]
+
+    def test_a_rank_has_so_many_and_no_more(self) -> None:
+        buffers = StagingBuffers()
+        try:
+            for n in range(MAX_BUFFERS):
+                buffers.get(0, f"b{n}", 1)
+            with pytest.raises(ValueError, match=f"rank 0 has {MAX_BUFFERS} buffers already"):
+                buffers.get(0, "one more", 1)
+            assert buffers.get(0, "b0", 1) == buffers.get(0, "b0", 1)
+            buffers.get(0, "b0", 2)
+            buffers.get(1, "another rank", 1)
+        finally:
+            buffers.close()
+
+    def test_closing_gives_the_memory_back(self) -> None:
+        before = sorted(os.listdir("/proc/self/fd"))
+        buffers = StagingBuffers()
+        buffers.get(0, "a", 4096)
+        buffers.get(0, "a", 8192)
+        buffers.close()
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_socket_left_by_an_earlier_agent_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(tmp_path / "agent.sock"))
+    served = Served(tmp_path)
+    channel = served.channel()
+    channel.set("k", 1)
+    channel.close()
+    served.stop()
+    assert not served.path.exists()
