@@ -319,6 +319,13 @@ def test_taken_node_name_is_an_error_that_says_so(tmp_path: Path) -> None:
     assert first.finish() == 143
 
 
+def test_node_that_never_comes_ends_the_job_after_the_join_timeout(tmp_path: Path) -> None:
+    flags = ("--nnodes", "2", "--rdzv-id", "job", "--node-name", "a", "--no-zygote", "--rdzv-conf", "join_timeout=1")
+    code, launch = run(tmp_path, training(), *flags)
+    assert code == 1
+    assert launch.verdict["cause"] == "join_timeout" and "1 of 2 nodes" in launch.verdict["message"]
+
+
 @pytest.mark.parametrize(
     ("flags", "script", "code", "words"),
     [

@@ -203,6 +203,7 @@ class TestMalformed:
         ("a missing field", b'{"op":"report","kind":"x"}'),
         ("a field of another type", b'{"op":"report","kind":"x","fields":5}'),
         ("a size that is no number", b'{"op":"buffer","name":"b","size_bytes":"x"}'),
+        ("a buffer of infinite size", b'{"op":"buffer","name":"b","size_bytes":1e999}'),
         ("a buffer of no size", b'{"op":"buffer","name":"b","size_bytes":0}'),
         ("a buffer of less than nothing", b'{"op":"buffer","name":"b","size_bytes":-1}'),
         ("nested without end", b"[" * 200_000),

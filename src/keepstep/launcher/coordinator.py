@@ -45,6 +45,7 @@ class Coordinator:
         config = from_json((run_dir / "run.json").read_bytes(), RunConfig)
         self.run_dir = run_dir
         self.lease_s = config.lease_s
+        self.join_timeout_s = config.join_timeout_s
         self.job = Job(config.run_id, config.nnodes, config.max_restarts, (config.master_addr, config.master_port))
         opens = self._replay()
         self.journal = Journal.claim(run_dir)
@@ -60,7 +61,7 @@ class Coordinator:
         self._last_seen: dict[str, float] = {}
         self._lost: list[str] = []
         self._last_note_ns = max((k.t_ns for k in self.job.marks), default=0)
-        self._done = asyncio.Event()
+        self._join_expired = False
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
 
     def _replay(self) -> list[Record]:
@@ -174,6 +175,8 @@ class Coordinator:
         for node, message in batch:
             if message is not None:
                 replies.append((node, self._handle(node, message, take)))
+        if self._join_expired and self.job.phase == "forming" and len(self.job.nodes) < self.job.nnodes:
+            take(self.job.give_up_joining(self.anchor.now(), self.join_timeout_s))
         while due := self.job.advance(self.anchor.now(), set(self._sockets)):
             take(due)
         if records:
@@ -250,11 +253,17 @@ class Coordinator:
         """Count a node as lost when its connection stayed away for the lease; end when nobody is left to serve."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        incomplete_since = started
         while True:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
             if self.journal.superseded():
                 print("coordinator: a newer epoch exists; leaving", file=sys.stderr, flush=True)
                 os._exit(0)
+            if self.job.phase != "forming" or len(self.job.nodes) == self.job.nnodes:
+                incomplete_since = loop.time()
+            elif loop.time() - incomplete_since > self.join_timeout_s:
+                self._join_expired = True
+                self._queue.put_nowait(("", None))
             absent = [n for n in self.job.nodes if n not in self._sockets]
             late = [n for n in absent if loop.time() - max(self._last_seen.get(n, started), started) > self.lease_s]
             if late and self.job.phase != "done" and len(late) < len(self.job.nodes):

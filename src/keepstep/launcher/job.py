@@ -352,6 +352,17 @@ class Job:
             return self._decide(now_ns)
         return []
 
+    def give_up_joining(self, now_ns: int, limit_s: float) -> list[Record]:
+        """The nodes did not come together in time: the job ends."""
+        message = (
+            f"{len(self.nodes)} of {self.nnodes} nodes within {limit_s:g} s ({', '.join(sorted(self.nodes)) or 'none'}); "
+            "start the others with the same --rdzv-id and --run-dir, or raise --rdzv-conf join_timeout=S"
+        )
+        outcome = Outcome(
+            rule="join_timeout", action="end", verdict="failed", exit_code=1, cause="join_timeout", message=message
+        )
+        return self._end(now_ns, outcome, None)
+
     def _start_cycle(self, now_ns: int) -> list[Record]:
         number = self.last_cycle + 1
         nodes = sorted(self.nodes) if self.cycle is None else [n for n in self.cycle.nodes if n in self.nodes]

@@ -110,7 +110,7 @@ class RankServer:
                 await self._reply(writer, reply, fd)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             self.refused += 1
             await self._refuse(writer, f"malformed request: {error}")
         finally:
