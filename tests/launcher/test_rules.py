@@ -39,6 +39,7 @@ def ended(*failures: Failure, **fields: Any) -> Ended:
         "fault_injected": False,
         "stop_signum": None,
         "nodes_lost": [],
+        "all_exited_zero": not failures and fields.get("fault_kind") is None,
         "completed_step": 10,
         "steps_done": 5,
         "counted_restarts": 0,
@@ -57,6 +58,7 @@ again = {"last_fingerprint": BUG_PRINT, "last_fingerprint_step": 10}
 CASES: dict[str, tuple[Ended, str, str, int, bool]] = {
     # name: what is known, rule, action, exit code, counted
     "all ranks exited 0": (ended(), "succeeded", "end", 0, False),
+    "nothing failed, but some rank's end is unknown": (ended(all_exited_zero=False), "restart", "restart", 0, True),
     "a rank was killed": (ended(fails(status=-9)), "restart", "restart", 0, True),
     "a rank raised": (ended(fails(**BUG)), "restart", "restart", 0, True),
     "a hang without any failure": (ended(fault_kind="hang"), "restart", "restart", 0, True),
@@ -247,6 +249,7 @@ endings = st.builds(
     fault_injected=st.booleans(),
     stop_signum=st.sampled_from([None, 1, 2, 15]),
     nodes_lost=st.sampled_from([[], ["b"]]),
+    all_exited_zero=st.booleans(),
     completed_step=st.sampled_from([None, 0, 5, 6]),
     steps_done=st.sampled_from([None, 0, 3]),
     counted_restarts=st.integers(0, 4),
@@ -270,6 +273,7 @@ def test_invariants_of_every_decision(known: Ended) -> None:
         assert outcome.exit_code in (0, 1, 42, 43, 129, 130, 143)
         assert (outcome.exit_code == 0) == (outcome.verdict == "succeeded")
     if outcome.verdict == "succeeded" and outcome.action == "end":
+        assert known.all_exited_zero
         assert not known.failures
     shuffled = msgspec.structs.replace(known, failures=known.failures[::-1])
     if len({f.time_ns for f in known.failures}) == len(known.failures):

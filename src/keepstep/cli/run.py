@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def _torchrun_flags(command: F) -> F:
         _flag("--local-addr", **unused),
         _flag("--logs-specs", **unused),
         _flag("--numa-binding", **unused),
-        _flag("--signals-to-handle", **unused),
+        _flag("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", hidden=True),
         _flag("--shutdown-timeout", type=click.IntRange(0), default=None, hidden=True),
         _flag("--virtual-local-rank", is_flag=True, hidden=True),
     ]
@@ -202,6 +203,8 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
         log_dir=flags["log_dir"],
         local_ranks_filter=[int(r) for r in flags["local_ranks_filter"].split(",") if r.strip().isdigit()],
         fresh_start=flags["fresh_start"],
+        virtual_local_rank=flags["virtual_local_rank"],
+        signals=_signals(flags["signals_to_handle"]),
         lease_s=conf.get("lease", 5.0),
         join_timeout_s=conf.get("join_timeout", 600.0),
         origins={p: _origin(ctx, p) for p in sorted(flags)},
@@ -280,6 +283,14 @@ def _sections(pairs: tuple[str, ...]) -> dict[str, float]:
         if not equals or not name or limits[name] <= 0:
             raise ConfigError(f"--section-timeout {pair!r}: give NAME=SECONDS with SECONDS above 0")
     return limits
+
+
+def _signals(text: str) -> list[str]:
+    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise ConfigError(f"--signals-to-handle {text!r}: {name!r} is not a signal that can be handled")
+    return names
 
 
 def _std(text: str, flag: str) -> str:

@@ -94,8 +94,8 @@ class Agent:
         become_subreaper()
         self._clear_leftovers()
         await self._server.start()
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        for name in self.config.signals:
+            loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
         if self._lock is not None:
             self._start_coordinator()
         if self.config.zygote:

@@ -57,6 +57,12 @@ def cycle_environment(
         frames.ENV_CYCLE_INFO: str(cycle_info),
         "NVRX_CURRENT_CYCLE_INFO": str(cycle_info),
     }
+    if config.virtual_local_rank:
+        # torchrun's meaning: every rank sees one device and calls itself local rank 0.
+        visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d] or [
+            str(i) for i in range(config.nproc)
+        ]
+        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible[local_rank % len(visible)]}
     mine = [
         i
         for i in config.inject

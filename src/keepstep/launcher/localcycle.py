@@ -108,6 +108,8 @@ class LocalCycle:
         for injection in self._config.inject:
             if injection.cycle == self.number and injection.seconds is not None and injection.step is None:
                 loop.call_later(injection.seconds, self._host.do_injection, injection, self)
+        if self._limits.fixed_s is not None and not self.expect_steps:
+            loop.call_later(self._limits.fixed_s, self._warn_blind)
         if self._asked_early is not None:
             self.ask_stop(self._asked_early)
 
@@ -171,6 +173,13 @@ class LocalCycle:
 
         self._host.send(make)
         self._over.set()
+
+    def _warn_blind(self) -> None:
+        if not self.expect_steps and not self._over.is_set():
+            self._host.say(
+                "the script does not use keepstep.trainer, so --hang-timeout has nothing to watch; "
+                "`import keepstep.trainer as ks` and `with ks.init().step(n):` give it steps"
+            )
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """A watcher that failed must not mean that nobody watches any more."""

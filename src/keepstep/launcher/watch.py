@@ -159,6 +159,9 @@ class HangLimits:
         """Seconds without progress that are tolerated for a rank in this state."""
         if self.off:
             return float("inf")
+        if look.finished:
+            # Training is over; what a script does after that (exports, uploads) reports no progress.
+            return max(self.start_s, self.fixed_s or 0.0)
         if self.fixed_s is not None:
             return self.fixed_s
         if not look.has_steps or look.phase != "train" or len(self._gaps_s) < LEARN_STEPS:
