@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -32,6 +33,7 @@ SCRIPTS = Path(__file__).resolve().parent / "_scripts"
 CYCLE_SECONDS = 1.0
 HANG_TIMEOUT_S = 5.0
 JOB_LIMIT_S = 240.0
+FT_LAUNCHER = "ft_launcher"
 # torch 2.13 keeps one store over all restarts by default; ranks then meet stale addresses of the last cycle and may not
 # come back at all. The peer is measured at its best.
 PEER_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -70,7 +72,7 @@ def launcher_command(system: str, folder: Path, restarts: int) -> list[str]:
         ]
     if system == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *common]
-    return ["ft_launcher", "--standalone", "--ignore-missing-fault-tol-cfg", *common]
+    return [FT_LAUNCHER, "--standalone", "--ignore-missing-fault-tol-cfg", *common]
 
 
 def kill_job(system: str, kind: str, faults: int, folder: Path) -> dict[str, list[float]]:
@@ -111,6 +113,7 @@ def stall_job(stalls: list[str], folder: Path) -> dict[str, list[float]]:
         starts = [times / f"start-c{cycle + 1}-r{rank}" for rank in (0, 1)]
         if cycle not in faults or not all(path.exists() for path in starts):
             break
+        # Both are UTC: the journal's derived from CLOCK_BOOTTIME, the script's read directly; they differ by slewing only.
         detected_ns = int(faults[cycle]["detected_ns"])
         stalled_ns = int((times / f"stall-c{cycle}").read_text())
         found[f"{kind} overshoot"].append((detected_ns - stalled_ns) / 1e9 - HANG_TIMEOUT_S)
@@ -132,12 +135,26 @@ def work_folder(keep: Path | None) -> Iterator[Path]:
             yield Path(name)
 
 
-def measure_kills(folder: Path, systems: list[str], rounds: int, faults: int) -> Kills:
-    """One job of each in turn, then again: a slow moment of the machine hits all."""
+def ft_launcher_version() -> str | None:
+    """Version of NVRx in the environment whose `ft_launcher` is on PATH, which need not be this one."""
+    found = shutil.which(FT_LAUNCHER)
+    if found is None:
+        return None
+    interpreter = Path(found).read_text(errors="replace").splitlines()[0].removeprefix("#!").strip()
+    code = "import importlib.metadata as m; print(m.version('nvidia-resiliency-ext'))"
+    asked = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
+
+
+def measure_kills(folder: Path, systems: list[str], *, rounds: int, faults: int, args: argparse.Namespace) -> Kills:
+    """One job of each in turn, then again in another order: a slow moment of the machine hits all."""
+    chance = random.Random(args.seed)
     found: Kills = defaultdict(lambda: defaultdict(list))
     for number in range(rounds):
         for kind in ("bare", "ddp"):
-            for system in systems:
+            for system in chance.sample(systems, len(systems)):
+                if system == FT_LAUNCHER and not args.full and (kind, number) != ("ddp", 0):
+                    continue  # the slowest of the three would take the default run over its three minutes
                 begin = time.monotonic()
                 job = kill_job(system, kind, faults, folder / f"{number}-{kind}-{system}")
                 for name, values in job.items():
@@ -168,23 +185,25 @@ def results_of(kills: Kills, stalls: dict[str, list[float]], systems: list[str])
         for name in ("respawn", "first step"):
             for system in systems:
                 label = f"SIGKILL to {'last first line' if name == 'respawn' else 'first step of all'}, {kind} script"
-                results.append(Result(label, system, "s", kills[kind, system][name]))
+                values = kills[kind, system][name]
+                note = None if values else "only with --full" if system == FT_LAUNCHER else "did not come back"
+                results.append(Result(label, system, "s", values, note=note))
     for name, values in sorted(stalls.items()):
         results.append(Result(f"{name}, limit {HANG_TIMEOUT_S:g} s", "keepstep", "s", values))
     note = "not measured: without a limit of its own it waits for the process group's (gloo: 30 minutes)"
     results.append(Result("hang and SIGSTOP", "torchrun", "s", note=note))
-    if "ft_launcher" not in systems:
+    if FT_LAUNCHER not in systems:
         note = "not installed here (no ft_launcher on PATH; pip install nvidia-resiliency-ext)"
-        results.append(Result("SIGKILL to first step of all", "ft_launcher", "s", note=note))
+        results.append(Result("SIGKILL to first step of all", FT_LAUNCHER, "s", note=note))
     return results
 
 
 def run_all(args: argparse.Namespace, folder: Path) -> tuple[list[Result], list[Target]]:
     rounds, faults = (3, 5) if args.full else (2, 3)
     systems = ["torchrun", "keepstep"]
-    if shutil.which("ft_launcher"):
-        systems.append("ft_launcher")
-    kills = measure_kills(folder, systems, rounds, faults)
+    if shutil.which(FT_LAUNCHER):
+        systems.append(FT_LAUNCHER)
+    kills = measure_kills(folder, systems, rounds=rounds, faults=faults, args=args)
     stalls = stall_job(["sleep", "stop"] * (5 if args.full else 3), folder / "stalls")
     later = "recovery inside the process is not built yet"
     targets = [
@@ -203,7 +222,8 @@ def main() -> None:
     args = argument_parser("Time from a fault to the first step after it.").parse_args()
     with work_folder(args.keep) as folder:
         results, targets = run_all(args, folder)
-    emit("restart", results, targets, output=args.output, packages=["keepstep", "torch", "nvidia-resiliency-ext"])
+    extra = {"ft_launcher_version": ft_launcher_version()}
+    emit("restart", results, targets, output=args.output, packages=["keepstep", "torch"], extra=extra)
 
 
 if __name__ == "__main__":

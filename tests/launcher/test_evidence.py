@@ -132,6 +132,16 @@ class TestDumps:
         deep = SLEEP.splitlines() + ALL_REDUCE.splitlines()[1:]
         assert waits_for_others("\n".join(deep)) is False
 
+    @pytest.mark.parametrize(
+        ("line", "waits"), [("work.wait()", True), ("handles[0].wait(timeout)", True), ("x = a @ b", False)]
+    )
+    def test_an_asynchronous_collective_is_waited_for_on_the_users_own_line(
+        self, line: str, waits: bool, tmp_path: Path
+    ) -> None:
+        (tmp_path / "train.py").write_text(f"import torch\n{line}\n")
+        frame = f'  File "{tmp_path}/train.py", line 2 in <module>'
+        assert waits_for_others(f"Current thread 0x00007f56713c3b80 (most recent call first):\n{frame}\n") is waits
+
     def test_frames_innermost_first(self) -> None:
         assert main_thread(LOADER)[0] == 'File "/usr/lib/python3.11/selectors.py", line 415 in select'
         assert main_thread("garbage\n  File no thread\n") == []

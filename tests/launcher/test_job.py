@@ -66,7 +66,7 @@ class Lead:
             if node in self.job.nodes:
                 records = [{"type": "node_lost", "node": node, "t_ns": 5_000}]
         elif isinstance(message, m.Hello):
-            records, refused = self.job.join(message, self.connected)
+            records, refused = self.job.join(message, self.connected, self.now_ns)
             if refused is not None:
                 return m.Reply(epoch=self.job.epoch, id=message.id, ok=False, error=refused)
             self.connected.add(node)
@@ -511,6 +511,32 @@ class TestJoin:
         commands = [lead.job.command_for(n) for n in ("a", "b")]
         assert [c.first_rank for c in commands if isinstance(c, m.StartCycle)] == [0, 2]
         assert [c.node_index for c in commands if isinstance(c, m.StartCycle)] == [0, 1]
+
+    def test_a_launcher_started_again_under_its_name_has_lost_its_ranks(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, 2)
+        for event in [hello("a"), hello("b"), *training(0, 3, TWO)]:
+            lead.take(event)
+        lead.connected.discard("b")
+        lead.take(hello("b", pid=101))
+        assert isinstance(lead.job.command_for("a"), m.StopCycle)
+        lead.take(stopped("a", 0, {0: 0, 1: 0}, step=3))
+        assert [type(lead.job.command_for(n)) for n in ("a", "b")] == [m.StartCycle] * 2
+        assert lead.job.counted == 0
+
+    def test_when_the_others_never_come_the_job_ends_and_says_who_was_there(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, 3)
+        lead.take(hello("b"))
+        for record in lead.job.give_up_joining(9, 60):
+            lead.job.apply(record)
+        assert lead.ending == ("failed", 1, "join_timeout")
+        assert lead.job.verdict is not None
+        assert "1 of 3 nodes within 60 s (b)" in (lead.job.verdict.message or "")
+
+    def test_the_same_launcher_that_connects_again_has_lost_nothing(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, 2)
+        for event in [hello("a"), hello("b"), *training(0, 3, TWO), hello("b")]:
+            lead.take(event)
+        assert lead.job.phase == "running"
 
 
 class TestCycles:

@@ -99,6 +99,18 @@ class TestClaim:
         with pytest.raises(StorageError, match=r"journal: cannot write the journal: (File exists|Not a directory)"):
             Journal.claim(tmp_path)
 
+    def test_what_a_superseded_one_writes_on_does_not_count(self, tmp_path: Path) -> None:
+        old = Journal.claim(tmp_path)
+        old.append([{"n": 0}, {"n": 1}])
+        new = Journal.claim(tmp_path)
+        read = len(read_records(tmp_path))
+        old.append([{"n": "too late"}])
+        new.append([{"type": "open", "read": read}, {"n": 2}])
+        old.append([{"n": "later still"}])
+        old.close()
+        new.close()
+        assert [r.get("n") for r in read_records(tmp_path)] == [0, 1, None, 2]
+
 
 class TestRoundTrip:
     @given(append_lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import secrets
@@ -107,7 +108,7 @@ def _own_flags(command: F) -> F:
     return command
 
 
-@click.command("run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.command("run", context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @_torchrun_flags
 @_own_flags
 @click.argument("script")
@@ -173,9 +174,16 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
     node = flags["node_name"] or socket.gethostname().partition(".")[0]
     if not flags["node_name"] and nnodes > 1 and _given(ctx, "node_rank"):
         node += f"-{flags['node_rank']}"
+    if not RUN_ID.fullmatch(node):
+        # It is the name of a folder too.
+        raise ConfigError(
+            f"--node-name {node!r}: use letters, digits, '.', '_' and '-', at most 100, first a letter or digit"
+        )
     grace = flags["stop_grace"]
     if flags["shutdown_timeout"] is not None and not _given(ctx, "stop_grace"):
         grace = float(flags["shutdown_timeout"])
+    if not math.isfinite(grace):
+        raise ConfigError(f"--stop-grace {grace}: give a number of seconds")
     hang = _hang(flags["hang_timeout"])
     mode = "exec" if flags["no_python"] else "module" if flags["module"] else "script"
     preload = list(DEFAULT_PRELOAD) if flags["preload"] is None else [m for m in flags["preload"].split(",") if m]
@@ -201,7 +209,7 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
         tee=_std(flags["tee"], "--tee"),
         redirects=_std(flags["redirects"], "--redirects"),
         log_dir=flags["log_dir"],
-        local_ranks_filter=[int(r) for r in flags["local_ranks_filter"].split(",") if r.strip().isdigit()],
+        local_ranks_filter=_ranks(flags["local_ranks_filter"]),
         fresh_start=flags["fresh_start"],
         virtual_local_rank=flags["virtual_local_rank"],
         signals=_signals(flags["signals_to_handle"]),
@@ -252,12 +260,17 @@ def _check_here(flags: dict[str, Any], nnodes: int) -> None:
 def _rdzv_conf(text: str) -> dict[str, float]:
     conf: dict[str, float] = {}
     for pair in text.split(",") if text else []:
-        key, _, value = pair.partition("=")
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--rdzv-conf {pair!r}: give KEY=VALUE,...")
         if key in ("join_timeout", "lease", "timeout"):
             try:
-                conf["join_timeout" if key == "timeout" else key] = float(value)
+                seconds = float(value)
             except ValueError:
-                raise ConfigError(f"--rdzv-conf {pair!r}: not a number of seconds") from None
+                seconds = 0.0
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"--rdzv-conf {pair!r}: not a number of seconds above 0")
+            conf["join_timeout" if key == "timeout" else key] = seconds
     return conf
 
 
@@ -280,17 +293,24 @@ def _sections(pairs: tuple[str, ...]) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             equals = ""
-        if not equals or not name or limits[name] <= 0:
+        if not equals or not name or not 0 < limits[name] < float("inf"):
             raise ConfigError(f"--section-timeout {pair!r}: give NAME=SECONDS with SECONDS above 0")
     return limits
 
 
-def _signals(text: str) -> list[str]:
+def _signals(text: str) -> tuple[str, ...]:
     names = [name.strip().upper() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
             raise ConfigError(f"--signals-to-handle {text!r}: {name!r} is not a signal that can be handled")
-    return names
+    return tuple(names)
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(rank) for rank in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"--local-ranks-filter {text!r}: give local ranks as 0,1,...") from None
 
 
 def _std(text: str, flag: str) -> str:

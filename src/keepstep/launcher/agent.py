@@ -353,7 +353,10 @@ class Agent:
 
     def inject(self, cycle: int, spec: str) -> str | None:
         """A rank came to the step of an injection that only the launcher can carry out."""
-        injection = msgspec.json.decode(spec, type=Injection)
+        try:
+            injection = msgspec.json.decode(spec, type=Injection)
+        except msgspec.MsgspecError as error:
+            return f"not an injection: {error}"
         if injection not in self.config.inject or self._cycle is None or cycle != self._cycle.number:
             return "not one of this run's injections"
         self.do_injection(injection, self._cycle)

@@ -43,7 +43,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks_filter: list[int] = []
     fresh_start: bool = False
     virtual_local_rank: bool = False
-    signals: list[str] = ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     """Signals to the launcher that ask the job to stop."""
     lease_s: float = 5.0
     join_timeout_s: float = 600.0

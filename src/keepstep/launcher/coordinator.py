@@ -47,8 +47,11 @@ class Coordinator:
         self.lease_s = config.lease_s
         self.join_timeout_s = config.join_timeout_s
         self.job = Job(config.run_id, config.nnodes, config.max_restarts, (config.master_addr, config.master_port))
-        opens = self._replay()
+        # Claimed first: from here on an older coordinator acknowledges nothing more.
         self.journal = Journal.claim(run_dir)
+        records = read_records(run_dir)
+        self._read = len(records)
+        opens = self._replay(records)
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()
         new = attempt is None
@@ -64,9 +67,9 @@ class Coordinator:
         self._join_expired = False
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
 
-    def _replay(self) -> list[Record]:
+    def _replay(self, records: list[Record]) -> list[Record]:
         opens = []
-        for record in read_records(self.run_dir):
+        for record in records:
             record.pop("seq", None)
             self.job.apply(record)
             if record["type"] == "open":
@@ -78,6 +81,7 @@ class Coordinator:
             "type": "open",
             "epoch": self.journal.epoch,
             "attempt": self.attempt,
+            "read": self._read,
             "pid": os.getpid(),
             "anchor": msgspec.to_builtins(self.anchor),
         }
@@ -107,7 +111,7 @@ class Coordinator:
             if not isinstance(hello, m.Hello):
                 await self._refuse(socket, hello.id, "the first message must be hello")
                 return
-            _, refused = self.job.join(hello, set(self._sockets))
+            _, refused = self.job.join(hello, set(self._sockets), self.anchor.now())
             if refused is not None:
                 await self._refuse(socket, hello.id, refused)
                 return
@@ -181,6 +185,7 @@ class Coordinator:
             take(due)
         if records:
             await asyncio.to_thread(self.journal.append, records)
+            self._leave_if_superseded()
         if any(r["type"] == "verdict" for r in records):
             await asyncio.to_thread(self._write_end, views)
         for node, reply in replies:
@@ -196,7 +201,7 @@ class Coordinator:
         job, epoch = self.job, self.journal.epoch
         if isinstance(message, m.Hello):
             # Asked again: since the connection began, another node may have taken the last place.
-            records, refused = job.join(message, set())
+            records, refused = job.join(message, set(), self.anchor.now())
             if refused is not None:
                 return m.Reply(epoch=epoch, id=message.id, ok=False, error=refused)
             take(records)
@@ -247,6 +252,12 @@ class Coordinator:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
                 await socket.send_text(to_json(message).decode())
 
+    def _leave_if_superseded(self) -> None:
+        """Before anything is acknowledged: another coordinator that took over may not have read it."""
+        if self.journal.superseded():
+            print("coordinator: a newer epoch exists; leaving", file=sys.stderr, flush=True)
+            os._exit(0)
+
     # ---- nodes that go away
 
     async def _watch_nodes(self) -> None:
@@ -256,9 +267,7 @@ class Coordinator:
         incomplete_since = started
         while True:
             await asyncio.sleep(min(1.0, self.lease_s / 4))
-            if self.journal.superseded():
-                print("coordinator: a newer epoch exists; leaving", file=sys.stderr, flush=True)
-                os._exit(0)
+            self._leave_if_superseded()
             if self.job.phase != "forming" or len(self.job.nodes) == self.job.nnodes:
                 incomplete_since = loop.time()
             elif loop.time() - incomplete_since > self.join_timeout_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import linecache
 import os
 import re
 import time
@@ -24,6 +25,9 @@ COLLECTIVE = re.compile(
     r"|nn/parallel/distributed\.py\", line \d+ in (_sync_|_verify_|_build_|_pre_forward))"
     r"|keepstep/trainer/channel\.py"
 )
+# A collective started with async_op=True is waited for in C++: the innermost Python frame is the caller's own line.
+WAIT_CALL = re.compile(r"\.wait\(")
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 CURRENT_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*most recent call first\):$")
 QUIET_S = 0.05
 
@@ -53,9 +57,24 @@ def main_thread(dump: str) -> list[str]:
 
 
 def waits_for_others(dump: str) -> bool | None:
-    """Whether the main thread of a dump sits in a collective (one of its three innermost frames), None without a dump."""
+    """Whether the main thread of a dump waits for other ranks, None without a dump.
+
+    It does when one of its three innermost frames is a collective's, or when its innermost line of Python calls `.wait(` (a wait
+    written in Python would have a frame of its own).
+    """
     frames = main_thread(dump)
-    return any(COLLECTIVE.search(f) for f in frames[:3]) if frames else None
+    if not frames:
+        return None
+    return any(COLLECTIVE.search(f) for f in frames[:3]) or bool(WAIT_CALL.search(_source_line(frames[0])))
+
+
+def _source_line(frame: str) -> str:
+    """Source text of a frame, "" when it cannot be had. The script is on this host: its rank ran here."""
+    match = FRAME.match(frame)
+    if match is None:
+        return ""
+    linecache.checkcache(match["file"])
+    return linecache.getline(match["file"], int(match["line"]))
 
 
 async def capture(ranks: dict[int, tuple[int, RankPages]], folder: Path, limit_s: float) -> list[RankEvidence]:

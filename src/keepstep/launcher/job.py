@@ -244,7 +244,7 @@ class Job:
             return f"cycle {message.cycle} is over (current: {self.last_cycle})"
         return None
 
-    def join(self, hello: m.Hello, connected: set[str]) -> tuple[list[Record], str | None]:
+    def join(self, hello: m.Hello, connected: set[str], now_ns: int) -> tuple[list[Record], str | None]:
         """A node says hello: records, or why it is refused."""
         if hello.run_id != self.run_id:
             return [], f"this is run {self.run_id!r}, not {hello.run_id!r}"
@@ -265,7 +265,12 @@ class Job:
             "pid": hello.pid,
             "hosts_store": hello.hosts_store,
         }
-        return [record], None
+        records: list[Record] = [record]
+        running = self.cycle is not None and self.phase in ("running", "stopping") and hello.node in self.cycle.nodes
+        if running and known is not None and known.pid != hello.pid:
+            # Another life of that launcher: the ranks it had in this cycle are dead, and nobody will tell.
+            records.insert(0, {"type": "node_lost", "node": hello.node, "t_ns": now_ns})
+        return records, None
 
     def mark(self, kind: str, t_ns: int, /, **attrs: Any) -> Record:
         """A journal record holding a mark of the current cycle and attempt."""

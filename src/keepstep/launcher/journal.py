@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,19 @@ def read_epoch(path: Path) -> list[Record]:
     return records[:whole]
 
 
-def read_records(run_dir: Path) -> Iterator[Record]:
-    """All records of a run, epoch by epoch."""
+def read_records(run_dir: Path) -> list[Record]:
+    """All records of a run, epoch by epoch.
+
+    A coordinator that was superseded may have written on for a moment. What its successor had not read when it opened (`read` in
+    its first record) never had an effect and does not count.
+    """
+    records: list[Record] = []
     for epoch in epochs(run_dir):
-        yield from read_epoch(epoch_path(run_dir, epoch))
+        own = read_epoch(epoch_path(run_dir, epoch))
+        if own and own[0].get("type") == "open" and "read" in own[0]:
+            del records[own[0]["read"] :]
+        records += own
+    return records
 
 
 def read_marks(run_dir: Path) -> list[Mark]:
@@ -108,7 +116,7 @@ class Journal:
 
     def superseded(self) -> bool:
         """True when a higher epoch exists: another coordinator took over and this one must stop."""
-        return max(epochs(self.path.parent.parent), default=0) > self.epoch
+        return epoch_path(self.path.parent.parent, self.epoch + 1).exists()
 
     def append(self, records: list[Record]) -> None:
         """Write and fsync. Raises StorageError (disk full, gone) with the file's name."""
