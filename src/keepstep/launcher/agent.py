@@ -248,7 +248,7 @@ class Agent:
             case m.StartCycle():
                 if command.cycle > self._cycle_number:
                     self._cycle_number = command.cycle
-                    self._cycle_task = asyncio.ensure_future(self._run_cycle(command))
+                    self._cycle_task = asyncio.ensure_future(self._run_cycle(command, self._cycle_task))
             case m.StopCycle():
                 self._stop_cycle(command.cycle, command.reason)
             case m.AskStop():
@@ -370,8 +370,13 @@ class Agent:
 
     # ---- cycles
 
-    async def _run_cycle(self, command: m.StartCycle) -> None:
+    async def _run_cycle(self, command: m.StartCycle, before: asyncio.Task[None] | None) -> None:
         try:
+            if before is not None and not before.done() and self._cycle is not None:
+                # This node was given up and comes back: its old ranks end before new ones start beside them.
+                self._cycle.stop(f"cycle {command.cycle} begins")
+            if before is not None:
+                await before
             await self._run_cycle_to_end(command)
         except Exception as error:
             # Nobody awaits this task: without this an error here would leave a launcher that does nothing.
