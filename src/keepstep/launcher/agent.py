@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -69,6 +70,7 @@ class Agent:
         self._logs = LogThread()
         self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
         self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command)
+        self._launch_id = secrets.token_hex(8)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_deaths: list[float] = []
         self._zygote: Zygote | None = None
@@ -181,12 +183,9 @@ class Agent:
     # ---- coordinator
 
     def _start_coordinator(self) -> None:
-        attempt = self._link.welcome.attempt if self._link.welcome is not None else None
         command = [sys.executable, "-m", "keepstep.launcher.coordinator"]
         command += ["--run-dir", str(self.run_dir), "--socket", str(self._sockets / "coordinator.sock")]
-        command += ["--started-ns", str(self._started_boot_ns)]
-        if attempt is not None:
-            command += ["--attempt", str(attempt)]
+        command += ["--started-ns", str(self._started_boot_ns), "--launch", self._launch_id]
         with (self.run_dir / "logs" / "launcher.log").open("ab") as log:
             self._coordinator = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -1,6 +1,6 @@
 """The coordinator process of a job: a WebSocket server for agents over the journal and the state in `job`.
 
-Start: `python -m keepstep.launcher.coordinator --run-dir DIR --socket PATH --started-ns N [--attempt N]`. One task handles all
+Start: `python -m keepstep.launcher.coordinator --run-dir DIR --socket PATH --started-ns N --launch ID`. One task handles all
 messages in order: state changes in memory, the journal is fsynced, and only then are replies and commands sent. Batches form
 by themselves while the disk is busy.
 """
@@ -28,7 +28,7 @@ from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_durable
 from keepstep.launcher.job import Job, Record
 from keepstep.launcher.journal import Journal, read_records
-from keepstep.launcher.runfolder import cycle_record, write_cycle, write_summary
+from keepstep.launcher.runfolder import cycle_record, has_ended, write_cycle, write_summary
 from keepstep.records.codec import from_json, to_json, to_pretty_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import KeepstepError
@@ -41,7 +41,7 @@ _decode = msgspec.json.Decoder(m.FromAgent).decode
 class Coordinator:
     """Wires the job's state to its journal and to the agents' connections."""
 
-    def __init__(self, run_dir: Path, attempt: int | None, started_boot_ns: int) -> None:
+    def __init__(self, run_dir: Path, launch: str, started_boot_ns: int) -> None:
         config = from_json((run_dir / "run.json").read_bytes(), RunConfig)
         self.run_dir = run_dir
         self.lease_s = config.lease_s
@@ -51,11 +51,12 @@ class Coordinator:
         self.journal = Journal.claim(run_dir)
         records = read_records(run_dir)
         self._read = len(records)
-        opens = self._replay(records)
+        opens, views = self._replay(records)
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()
-        new = attempt is None
-        self.attempt = _next_attempt(self.job.attempt) if attempt is None else attempt
+        self._launch = launch
+        new = not opens or opens[-1]["launch"] != launch
+        self.attempt = _next_attempt(self.job.attempt) if new else self.job.attempt
         self.server: uvicorn.Server | None = None
         self._queue: asyncio.Queue[tuple[str, m.FromAgent | None]] = asyncio.Queue()
         self._sockets: dict[str, WebSocket] = {}
@@ -66,21 +67,31 @@ class Coordinator:
         self._last_note_ns = max((k.t_ns for k in self.job.marks), default=0)
         self._join_expired = False
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
+        self._write_cycles(views)
+        if self.job.phase == "done":
+            # The one before wrote its verdict to the journal and may not have got any further.
+            self._write_end({})
 
-    def _replay(self, records: list[Record]) -> list[Record]:
-        opens = []
+    def _replay(self, records: list[Record]) -> tuple[list[Record], dict[int, Cycle]]:
+        """Apply all records. Returns the `open` ones, and records of ended cycles whose file was not brought up to date."""
+        opens: list[Record] = []
+        views: dict[int, Cycle] = {}
         for record in records:
             record.pop("seq", None)
             self.job.apply(record)
             if record["type"] == "open":
                 opens.append(record)
-        return opens
+            cycle = self.job.cycle if record["type"] in ("decision", "verdict") else None
+            if cycle is not None and not has_ended(self.run_dir, cycle.number):
+                views[cycle.number] = cycle_record(self.job, ended=True)
+        return opens, views
 
     def _open_record(self) -> Record:
         return {
             "type": "open",
             "epoch": self.journal.epoch,
             "attempt": self.attempt,
+            "launch": self._launch,
             "read": self._read,
             "pid": os.getpid(),
             "anchor": msgspec.to_builtins(self.anchor),
@@ -303,7 +314,7 @@ def _next_attempt(last: int) -> int:
 
 
 async def _main(args: argparse.Namespace) -> None:
-    coordinator = Coordinator(Path(args.run_dir), args.attempt, args.started_ns)
+    coordinator = Coordinator(Path(args.run_dir), args.launch, args.started_ns)
     app = Starlette(routes=[WebSocketRoute("/agent", coordinator.endpoint)])
     config = uvicorn.Config(
         app,
@@ -327,7 +338,9 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--started-ns", type=int, required=True, help="CLOCK_BOOTTIME when the launcher started")
-    parser.add_argument("--attempt", type=int, default=None, help="go on with this attempt after a crash")
+    parser.add_argument(
+        "--launch", required=True, help="id of the launcher's life; the same one goes on with its attempt"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from keepstep.goodput import cycle_phases, summarise
 from keepstep.launcher.files import write_durable
 from keepstep.launcher.job import Job
@@ -20,6 +22,14 @@ def cycle_path(run_dir: Path, number: int) -> Path:
 def read_cycles(run_dir: Path) -> list[Cycle]:
     """All cycle records of a run, oldest first."""
     return [from_json(p.read_bytes(), Cycle) for p in sorted((run_dir / "cycles").glob("cycle-*.json"))]
+
+
+def has_ended(run_dir: Path, number: int) -> bool:
+    """Whether the cycle's file exists and says how the cycle ended."""
+    try:
+        return from_json(cycle_path(run_dir, number).read_bytes(), Cycle).ended_at is not None
+    except (OSError, msgspec.MsgspecError):
+        return False
 
 
 def cycle_record(job: Job, ended: bool) -> Cycle:
