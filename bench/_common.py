@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Result:
     unit: str
     values: Sequence[float] = ()
     note: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def median(self) -> float | None:
@@ -64,7 +63,7 @@ class Result:
         if self.values:
             fields |= {"median": self.median, "min": min(self.values), "max": max(self.values)}
             fields["values"] = list(self.values)
-        return fields | ({"note": self.note} if self.note else {}) | self.extra
+        return fields | ({"note": self.note} if self.note else {})
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -113,7 +112,6 @@ def emit(
     *,
     output: str,
     packages: Sequence[str],
-    extra: dict[str, Any] | None = None,
 ) -> None:
     """Print the table or the `keepstep.bench/1` object on stdout."""
     report = {
@@ -124,19 +122,16 @@ def emit(
         "versions": versions(packages),
         "results": [result.as_dict() for result in results],
         "targets": [target.as_dict() for target in targets],
-        **(extra or {}),
     }
     if output == "json":
         print(json.dumps(report, indent=2))
         return
-    box = report["machine"]
-    print(f"{bench}: {box['cpu']}, {box['cores']} cores, {box['memory_gb']} GB; {_join(report['versions'])}\n")
-    rows = [("measured", "system", "n", "median", "min", "max", "unit", "note")]
+    box = machine()
+    print(f"{bench}: {box['cpu']}, {box['cores']} cores, {box['memory_gb']} GB; {_join(versions(packages))}\n")
+    rows: list[tuple[str, ...]] = [("measured", "system", "n", "median", "min", "max", "unit", "note")]
     for result in results:
         figures = [_figure(v) for v in (result.median, *_ends(result.values))]
-        rows.append(
-            (result.name, result.system, str(len(result.values)), *figures, result.unit, result.note or "")  # type: ignore[arg-type]
-        )
+        rows.append((result.name, result.system, str(len(result.values)), *figures, result.unit, result.note or ""))
     _print_rows(rows)
     print()
     goals = [("target", "value", "goal", "unit", "met", "note")]

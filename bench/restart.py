@@ -32,7 +32,7 @@ Kills = dict[tuple[str, str], dict[str, list[float]]]
 SCRIPTS = Path(__file__).resolve().parent / "_scripts"
 CYCLE_SECONDS = 1.0
 HANG_TIMEOUT_S = 5.0
-JOB_LIMIT_S = 240.0
+JOB_LIMIT_S = 120.0
 FT_LAUNCHER = "ft_launcher"
 # torch 2.13 keeps one store over all restarts by default; ranks then meet stale addresses of the last cycle and may not
 # come back at all. The peer is measured at its best.
@@ -186,7 +186,9 @@ def results_of(kills: Kills, stalls: dict[str, list[float]], systems: list[str])
             for system in systems:
                 label = f"SIGKILL to {'last first line' if name == 'respawn' else 'first step of all'}, {kind} script"
                 values = kills[kind, system][name]
-                note = None if values else "only with --full" if system == FT_LAUNCHER else "did not come back"
+                note = None if values else "did not come back"
+                if system == FT_LAUNCHER:
+                    note = f"NVRx {ft_launcher_version()}" if values else "only with --full"
                 results.append(Result(label, system, "s", values, note=note))
     for name, values in sorted(stalls.items()):
         results.append(Result(f"{name}, limit {HANG_TIMEOUT_S:g} s", "keepstep", "s", values))
@@ -222,8 +224,7 @@ def main() -> None:
     args = argument_parser("Time from a fault to the first step after it.").parse_args()
     with work_folder(args.keep) as folder:
         results, targets = run_all(args, folder)
-    extra = {"ft_launcher_version": ft_launcher_version()}
-    emit("restart", results, targets, output=args.output, packages=["keepstep", "torch"], extra=extra)
+    emit("restart", results, targets, output=args.output, packages=["keepstep", "torch"])
 
 
 if __name__ == "__main__":

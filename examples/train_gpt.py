@@ -85,12 +85,9 @@ class Loader:
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(1_000_003 * self.seed + self.epoch))
 
     def next(self) -> tuple[list[int], Tensor, Tensor]:
-        """Sample ids (they count on over epochs), inputs and targets of this rank's next batch.
-
-        The rest of an epoch that is too short for a batch on every rank is skipped.
-        """
+        """This rank's next batch: sample ids (counting on over epochs), inputs, targets."""
         stride = self.batch * self.world
-        if self.position + stride > self.samples:
+        if self.position + stride > self.samples:  # too little is left for a batch on every rank
             self.epoch, self.position = self.epoch + 1, 0
             self.order = self._shuffled()
         begin = self.position + self.rank * self.batch
@@ -107,12 +104,21 @@ class Loader:
         self.order = self._shuffled()
 
 
-def open_ledger(folder: str | None, cycle: int, rank: int) -> Any:
-    """One file a cycle and rank, so that no two processes ever write the same one."""
-    if folder is None:
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return (Path(folder) / f"ledger-c{cycle:04d}-rank{rank}.jsonl").open("a")
+def accumulate(s: Any, net: nn.Module, loader: Loader, accum: int, device: torch.device) -> tuple[float, list[int]]:
+    """Gradients of one optimizer step, over `accum` micro-batches; returns the loss and the samples used."""
+    total, used = 0.0, []
+    for micro in range(accum):
+        with s.section("data"):
+            ids, inputs, targets = loader.next()
+            used += ids
+        with s.section("compute"):
+            # Ranks exchange gradients once a step, with the last micro-batch.
+            hold = micro + 1 < accum and isinstance(net, DistributedDataParallel)
+            with net.no_sync() if hold else contextlib.nullcontext():
+                loss = net(inputs.to(device), targets.to(device)) / accum
+                loss.backward()
+            total += loss.item()
+    return total, used
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -120,10 +126,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps in all")
     parser.add_argument("--batch", type=int, default=4, help="samples a rank and micro-batch")
     parser.add_argument("--accum", type=int, default=2, help="micro-batches an optimizer step")
-    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", required=True, help="folder of the checkpoints")
-    parser.add_argument("--save-every", type=int, default=None, help="steps between saves (default: by measured cost)")
+    parser.add_argument("--save-every", type=int, default=None, help="steps between saves (default: by time)")
     parser.add_argument("--ledger", help="folder for a record of every sample used")
     parser.add_argument("--out", help="file for the final weights, written by rank 0")
     parser.add_argument("--torch-threads", type=int, default=1, help="more than one may change the last bits")
@@ -147,7 +152,7 @@ def main() -> None:
     model = GPT().to(device)
     torch.manual_seed(args.seed * 1000 + rank)  # every rank its own dropout
     net: nn.Module = DistributedDataParallel(model, device_ids=[device] if cuda else None) if world > 1 else model
-    optim = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     warmup = max(1, args.steps // 20)
     sched = torch.optim.lr_scheduler.LambdaLR(
         optim, lambda s: min((s + 1) / warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * s / args.steps)))
@@ -156,24 +161,16 @@ def main() -> None:
     state = {"model": model, "optim": optim, "sched": sched, "loader": loader}
     ckpt = ks.Checkpointer(args.root, state=state, every_steps=args.save_every)
     step = ckpt.restore()
-    ledger = open_ledger(args.ledger, cycle, rank)
+    ledger = None
+    if args.ledger:  # one file a cycle and rank: no two processes ever write the same one
+        Path(args.ledger).mkdir(parents=True, exist_ok=True)
+        ledger = (Path(args.ledger) / f"ledger-c{cycle:04d}-rank{rank}.jsonl").open("a")
 
     while step < args.steps:
         with run.step(step) as s:
-            total, used = 0.0, []
-            for micro in range(args.accum):
-                with s.section("data"):
-                    ids, inputs, targets = loader.next()
-                    used += ids
-                with s.section("compute"):
-                    # Gradients are exchanged once a step, with the last micro-batch.
-                    last = micro + 1 == args.accum
-                    with contextlib.nullcontext() if last or world == 1 else net.no_sync():  # type: ignore[operator]
-                        loss = net(inputs.to(device), targets.to(device)) / args.accum
-                        loss.backward()
-                    total += loss.item()
+            loss, used = accumulate(s, net, loader, args.accum, device)
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            s.observe(loss=total, grad_norm=float(grad_norm))  # before the weights can take up a NaN
+            s.observe(loss=loss, grad_norm=float(grad_norm))  # before the weights can take up a NaN
             optim.step()
             optim.zero_grad(set_to_none=True)
             sched.step()
@@ -182,7 +179,7 @@ def main() -> None:
                 print(json.dumps(line), file=ledger, flush=True)
         step += 1
         if rank == 0 and (step % 50 == 0 or step == args.steps):
-            print(f"step {step}/{args.steps} loss {total:.4f}", flush=True)
+            print(f"step {step}/{args.steps} loss {loss:.4f}", flush=True)
         ckpt.maybe_save(step)
         if run.stop_requested:
             break
@@ -192,6 +189,7 @@ def main() -> None:
     ckpt.close()
     run.finish()
     if world > 1:
+        del net  # before its process group: freed later, DDP joins gloo's thread under the GIL and can deadlock
         dist.destroy_process_group()
 
 

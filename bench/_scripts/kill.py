@@ -60,6 +60,9 @@ def main() -> None:
         (args.times / f"fault-c{cycle}").write_text(str(time.monotonic_ns()))
         os.kill(os.getpid(), signal.SIGKILL)
     step()  # a survivor waits here for the peer that is gone
+    # DDP must let go of the process group first: freed later, it joins gloo's thread while holding the GIL, and that
+    # thread may be waiting for the GIL (seen with torch 2.13, under any launcher).
+    del step
     dist.destroy_process_group()
 
 

@@ -284,8 +284,7 @@ def judge_fault(injection: Injection, spec: str, evidence: Evidence, failures: l
             failures.append(f"{spec}: no checkpoint was refused in cycle {after}")
             return fault
         name, detected_ns, cause = str(refused.attrs.get("checkpoint")), refused.t_ns, "unknown"
-        changed = [p.stat().st_mtime_ns for p in (evidence.files.checkpoints / name).glob("rank-*")]
-        occurred_ns = max(changed, default=occurred_ns)
+        occurred_ns = max(p.stat().st_mtime_ns for p in (evidence.files.checkpoints / name).glob("rank-*"))
         text = f"{name} refused; {text}"
     elif (ended.attrs.get("kind") == "hang", ended.attrs.get("rank")) != (injection.kind in HANGS, injection.rank):
         failures.append(f"{spec}: the records say {ended.attrs.get('kind')} of rank {ended.attrs.get('rank')}")
@@ -497,5 +496,4 @@ def demo(seed: int, steps: int, faults: tuple[str, ...], keep: Path | None, outp
     emit(report, output, table=lambda console, _: show(report, evidence, console), name=lambda r: str(r.goodput.run_id))
     for failure in report.failures:
         note(f"demo failed: {failure}")
-    if report.failures:
-        sys.exit(EXIT_FAILURE)
+    sys.exit(EXIT_FAILURE if report.failures else 0)

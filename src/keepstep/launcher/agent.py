@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import secrets
 import signal
 import socket
@@ -21,26 +20,15 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_ns
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import cycle_environment, uses_trainer
-from keepstep.launcher.files import RunLock, write_atomic, write_durable
-from keepstep.launcher.learn import worth_learning
+from keepstep.launcher.environment import uses_trainer
+from keepstep.launcher.files import RunLock, write_durable
 from keepstep.launcher.link import Link, RefusedError
-from keepstep.launcher.localcycle import LocalCycle, LocalRank
-from keepstep.launcher.logs import LogThread, Stream, wants
-from keepstep.launcher.procs import become_subreaper, kill_quietly, reap, with_environment
+from keepstep.launcher.localcycle import LocalCycle
+from keepstep.launcher.logs import LogThread
+from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
 from keepstep.launcher.ranklink import RankServer
-from keepstep.launcher.rankmain import RankSpec
-from keepstep.launcher.spawn import (
-    HostedStore,
-    RankFiles,
-    SpawnError,
-    Zygote,
-    exec_rank,
-    exec_store,
-    free_port,
-    zygote_environment,
-)
-from keepstep.launcher.watch import RankPages
+from keepstep.launcher.spawn import SpawnError
+from keepstep.launcher.starter import PortTakenError, RankStarter
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import VerdictFile
 from keepstep.records.errors import KeepstepError, StorageError
@@ -66,24 +54,17 @@ class Agent:
         self._sockets = sockets
         self._lock = lock
         self._started_boot_ns = started_boot_ns
-        self._rng = random.Random(os.urandom(8))
         self._logs = LogThread()
         self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
+        self._starter = RankStarter(config, self._server.path, self._logs, self.say)
         self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command)
         self._launch_id = secrets.token_hex(8)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_deaths: list[float] = []
-        self._zygote: Zygote | None = None
-        self._learning: asyncio.Task[None] | None = None
-        self._next_zygote: Zygote | None = None
-        self._learned: set[str] = set()
         self._cycle: LocalCycle | None = None
         self._cycle_number = -1
         self._cycle_task: asyncio.Task[None] | None = None
         self._expect_steps = uses_trainer(config)
-        self._next_port = free_port(self._rng)
-        self._store: HostedStore | None = None
-        self._next_store: HostedStore | None = None
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -100,8 +81,7 @@ class Agent:
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
         if self._lock is not None:
             self._start_coordinator()
-        if self.config.zygote:
-            self._zygote = self._new_zygote([])
+        self._starter.start()
         link: asyncio.Future[Any] = asyncio.ensure_future(self._link.run())
         try:
             done, _ = await asyncio.wait({link, self._end}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,16 +113,10 @@ class Agent:
             write_durable(path, to_pretty_json(verdict))
 
     async def _shut_down(self) -> None:
-        if self._learning is not None:
-            self._learning.cancel()
         if self._cycle is not None and self._cycle_task is not None:
             self._cycle.stop("the launcher ends")
             await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
-        self._end_store()
-        self._take_next_port()
-        self._end_store()
-        if self._zygote is not None:
-            self._zygote.close()
+        self._starter.close()
         if self._coordinator is not None:
             await asyncio.to_thread(self._end_coordinator)
         self._logs.drain(1.0)
@@ -229,9 +203,9 @@ class Agent:
             host=socket.gethostname(),
             pid=os.getpid(),
             nproc=self.config.nproc,
-            next_port=self._next_port,
+            next_port=self._starter.next_port,
             next_addr="127.0.0.1",
-            hosts_store=self.config.zygote and self.config.mode != "exec",
+            hosts_store=self._starter.hosts_store,
             epoch=epoch,
         )
 
@@ -269,7 +243,7 @@ class Agent:
             empty: dict[str, Any] = {"statuses": {}, "failures": [], "completed": {}, "completed_ns": 0}
             self.send(
                 lambda i: m.Stopped(
-                    id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._next_port, **empty
+                    id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._starter.next_port, **empty
                 )
             )
 
@@ -364,8 +338,7 @@ class Agent:
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
         pids = {self._coordinator.pid} if self._coordinator is not None else set()
-        helpers = [self._zygote, self._next_zygote, self._store, self._next_store]
-        return pids | {h.pid for h in helpers if h is not None}
+        return pids | self._starter.pids()
 
     # ---- cycles
 
@@ -389,16 +362,16 @@ class Agent:
             w = self._link.welcome
             self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
         try:
-            if command.agent_store and command.node_index == 0 and not await self._take_store(command):
-                return
-            cycle, specs, files = self._prepare(command)
-            self._cycle = cycle
-            try:
-                pids, path = await self._spawn(specs, files)
-            finally:
-                for f in files:
-                    os.close(f.stdout)
-                    os.close(f.stderr)
+            if command.agent_store and command.node_index == 0:
+                await self._starter.have_store(command.master_port)
+            local, specs, files = self._starter.prepare(command)
+            cycle = self._cycle = LocalCycle(self, command, local, self._expect_steps)
+            pids, path = await self._starter.spawn(specs, files)
+        except PortTakenError as error:
+            self._starter.new_port()
+            self.say(f"cycle {command.cycle}: port {command.master_port} is in use; another one is taken")
+            self._give_back(command.cycle, str(error))
+            return
         except (SpawnError, OSError) as error:
             assert self._end is not None
             self._end.set_exception(KeepstepError(f"cycle {command.cycle}: cannot start ranks: {error}"))
@@ -419,53 +392,15 @@ class Agent:
         learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self.learn_modules, cycle)
         if command.agent_store:
             # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
-            self._next_store = await self._host_store()
+            await self._starter.prepare_store()
         make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
         learn.cancel()
-        self._take_next_port()
+        self._starter.take_next_store()
         self._cycle = None
         stopped = make(0)
         self._say_stopped(stopped, cycle)
         self.learn_modules(cycle)
-        self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._next_port))
-
-    async def _take_store(self, command: m.StartCycle) -> bool:
-        """Have the cycle's store listening before any rank starts. False when its port is taken: the cycle is given back."""
-        if self._store is not None and self._store.port == command.master_port:
-            return True
-        self._end_store()
-        for host in (self._zygote.host_store if self._zygote is not None else exec_store, exec_store):
-            try:
-                self._store = await host(command.master_port)
-            except SpawnError as error:
-                if "EADDRINUSE" not in str(error):
-                    continue
-                self._next_port = free_port(self._rng)
-                self.say(f"cycle {command.cycle}: port {command.master_port} is in use; another one is taken")
-                self._give_back(command.cycle, str(error))
-                return False
-            break
-        # Without torch nobody hosts it, and no rank will ask for it.
-        return True
-
-    async def _host_store(self) -> HostedStore | None:
-        """The next cycle's store, on a fresh port, ready before it is needed."""
-        try:
-            return await self._zygote.host_store(0) if self._zygote is not None else None
-        except SpawnError:
-            return None
-
-    def _take_next_port(self) -> None:
-        """After a cycle: its store goes, the prepared one takes its place."""
-        self._end_store()
-        self._store, self._next_store = self._next_store, None
-        self._next_port = self._store.port if self._store is not None else free_port(self._rng)
-
-    def _end_store(self) -> None:
-        if self._store is not None:
-            kill_quietly(self._store.pid, signal.SIGKILL)
-            reap(self._store.pid)
-            self._store = None
+        self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._starter.next_port))
 
     def _give_back(self, number: int, why: str) -> None:
         """Report a cycle that could not be started here."""
@@ -484,7 +419,7 @@ class Agent:
                 completed_ns=0,
                 captured_ns=now,
                 stopped_ns=now,
-                next_port=self._next_port,
+                next_port=self._starter.next_port,
             )
         )
 
@@ -494,129 +429,9 @@ class Agent:
             blame = f"; the others wait for rank {', '.join(map(str, stopped.culprits))}" if stopped.culprits else ""
             self.say(f"cycle {stopped.cycle}: {fault.detail}{blame}")
 
-    def _prepare(self, command: m.StartCycle) -> tuple[LocalCycle, list[RankSpec], list[RankFiles]]:
-        """Records, pages, pipes and specifications of the local ranks."""
-        errors = self.node_dir / "errors"
-        errors.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = self.node_dir / f"cycle-{command.cycle:04d}.json"
-        write_atomic(
-            info, to_pretty_json({"schema": "keepstep.cycle/1", "run_id": self.run_id, **_cycle_info(command)})
-        )
-        self._logs.start_cycle(self.run_dir / "logs" / f"cycle-{command.cycle:04d}.log")
-        ranks: list[LocalRank] = []
-        specs: list[RankSpec] = []
-        files: list[RankFiles] = []
-        for local in range(self.config.nproc):
-            number = command.first_rank + local
-            stem = errors / f"cycle-{command.cycle:04d}-rank-{number:05d}"
-            pages = RankPages(number, command.cycle)
-            rank = LocalRank(
-                rank=number,
-                local_rank=local,
-                pages=pages,
-                failure_path=stem.with_suffix(".keepstep.json"),
-                error_path=stem.with_suffix(".json"),
-            )
-            env = cycle_environment(self.config, command, local, self._server.path, info, rank.error_path)
-            ranks.append(rank)
-            specs.append(self._spec(rank, env))
-            files.append(self._files(rank, pages))
-        return LocalCycle(self, command, ranks, self._expect_steps), specs, files
-
-    def _spec(self, rank: LocalRank, env: dict[str, str]) -> RankSpec:
-        return RankSpec(
-            rank=rank.rank,
-            mode=self.config.mode,
-            script=self.config.script,
-            args=[a.replace("${local_rank}", str(rank.local_rank)) for a in self.config.args],
-            env=env,
-            cwd=str(Path.cwd()),
-            agent_pid=os.getpid(),
-            failure_path=str(rank.failure_path),
-            error_path=str(rank.error_path),
-        )
-
-    def _files(self, rank: LocalRank, pages: RankPages) -> RankFiles:
-        c = self.config
-        ends = {}
-        for name, console in (("stdout", 1), ("stderr", 2)):
-            read_end, write_end = os.pipe2(os.O_CLOEXEC)
-            ends[name] = write_end
-            redirected, teed = wants(c.redirects, rank.local_rank, name), wants(c.tee, rank.local_rank, name)
-            shown = not redirected and (not c.local_ranks_filter or rank.local_rank in c.local_ranks_filter)
-            extra = None
-            if redirected or teed:
-                folder = (
-                    Path(c.log_dir or self.run_dir / "logs") / f"attempt_{self._cycle_number}" / str(rank.local_rank)
-                )
-                folder.mkdir(parents=True, exist_ok=True)
-                extra = (folder / f"{name}.log").open("ab", buffering=0)
-            self._logs.add(
-                Stream(
-                    fd=read_end,
-                    rank=rank.rank,
-                    local_rank=rank.local_rank,
-                    name=name,
-                    pending=bytearray(),
-                    console=console if shown or teed else None,
-                    console_prefix=f"[{c.role}{rank.local_rank}]:".encode() if teed else b"",
-                    extra=extra,
-                )
-            )
-        return RankFiles(stdout=ends["stdout"], stderr=ends["stderr"], pages=pages)
-
-    async def _spawn(self, specs: list[RankSpec], files: list[RankFiles]) -> tuple[dict[int, int], str]:
-        """Fork from the zygote, or start fresh interpreters when it may not. Returns rank -> pid and the way it was done."""
-        if self._zygote is not None:
-            try:
-                pids = await self._zygote.fork(specs, files)
-                return dict(zip((s.rank for s in specs), pids, strict=True)), "fork"
-            except SpawnError as error:
-                self.say(f"not forking ranks: {error}; starting fresh interpreters instead")
-                self._zygote.close()
-                self._zygote = self._new_zygote([]) if "gone" in str(error) else None
-        return {s.rank: exec_rank(s, f) for s, f in zip(specs, files, strict=True)}, "exec"
-
-    # ---- zygote
-
-    def _new_zygote(self, trial: list[str]) -> Zygote:
-        env = zygote_environment(cycle_environment(self.config, None, 0, self._server.path, None, None))
-        return Zygote(env, self.config.preload, trial, self.run_dir / "logs" / "zygote.log")
-
     def learn_modules(self, cycle: LocalCycle) -> None:
-        """Prepare a second zygote with the library modules this script imported; it serves from the next cycle on."""
-        if self._zygote is None or self._learning is not None:
-            return
-        modules = worth_learning(sorted(cycle.imported_names() - self._learned), self.config)
-        if modules:
-            self._learned |= set(modules)
-            self._learning = asyncio.ensure_future(self._prepare_zygote(sorted(self._learned)))
-
-    async def _prepare_zygote(self, modules: list[str]) -> None:
-        new = self._next_zygote = self._new_zygote(modules)
-        try:
-            ready = await new.ready
-        except SpawnError as error:
-            ready = {"skipped": {}, "why_not_fork": str(error)}
-        learned = [x for x in modules if x not in ready["skipped"]] if ready["why_not_fork"] is None else []
-        report = {"learned": learned, "skipped": ready["skipped"], "why_not_fork": ready["why_not_fork"]}
-        write_atomic(self.node_dir / "preload.json", to_pretty_json(report))
-        old = new
-        if ready["why_not_fork"] is None:
-            old, self._zygote = self._zygote or new, new
-        if old is not self._zygote:
-            old.close()
-        self._next_zygote = self._learning = None
-
-
-def _cycle_info(command: m.StartCycle) -> dict[str, Any]:
-    return {
-        "cycle": command.cycle,
-        "attempt": command.attempt,
-        "master_addr": command.master_addr,
-        "master_port": command.master_port,
-        **command.record,
-    }
+        """The script has shown which modules it imports."""
+        self._starter.learn(cycle.imported_names())
 
 
 async def run_agent(config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int | None = None) -> int:

@@ -124,6 +124,11 @@ class Zygote:
             raise SpawnError(answer[0]["refused"])
         return answer[0]
 
+    async def retire(self) -> None:
+        """Close, but not in the middle of an answer."""
+        async with self._one_at_a_time:
+            self.close()
+
     def close(self) -> None:
         """End the process; its ranks belong to the agent and stay."""
         self._control.close()
