@@ -190,3 +190,11 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat[stat.rindex(b")") + 2 :][:1] not in (b"Z", b"X")
+
+
+def command_line(pid: int) -> bytes:
+    """The command line of a process, its arguments separated by NUL; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.harness import Launch, alive, run, training, wait_until
+from keepstep.launcher.procs import descendants
+from tests.launcher.harness import Launch, alive, command_line, run, training, wait_until
 
 TWO = ("--standalone", "--nproc-per-node", "2")
 
@@ -287,6 +288,18 @@ def test_zygote_with_a_thread_refuses_and_fresh_interpreters_are_used(tmp_path: 
     assert code == 0, launch.output
     assert "not forking ranks: 1 unexpected threads" in launch.output
     assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
+
+
+def test_killed_zygote_costs_the_fast_path_only(tmp_path: Path, reference: str) -> None:
+    launch = Launch(tmp_path, training(), *TWO, "--inject", "kill@step=25,rank=1")
+    launch.wait_line(r"^completed 2$", count=2)
+    zygotes = [p for p in descendants(launch.process.pid, set()) if b"launcher.zygote" in command_line(p)]
+    # Forked ranks and the store host carry the zygote's command line; the zygote is the one that leads its session.
+    (zygote,) = [p for p in zygotes if os.getsid(p) == p]
+    os.kill(zygote, signal.SIGKILL)
+    assert launch.finish() == 0, launch.output
+    assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
+    assert "the zygote is gone; starting fresh interpreters instead" in launch.output
 
 
 def test_slow_rank_is_no_fault(tmp_path: Path) -> None:

@@ -187,8 +187,8 @@ class TestDescendants:
     ) -> None:
         monkeypatch.setenv("KEEPSTEP_TEST_RUN", f"run-{os.getpid()}")
         process = start(WAIT)
-        assert procs.with_environment("KEEPSTEP_TEST_RUN", f"run-{os.getpid()}") == {process.pid}
-        assert procs.with_environment("KEEPSTEP_TEST_RUN", f"run-{os.getpid()}0") == set()
+        assert procs.with_environment("KEEPSTEP_TEST_RUN", f"run-{os.getpid()}").keys() == {process.pid}
+        assert procs.with_environment("KEEPSTEP_TEST_RUN", f"run-{os.getpid()}0") == {}
 
 
 class TestStates:

@@ -33,7 +33,7 @@ from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import VerdictFile
 from keepstep.records.errors import KeepstepError, StorageError
 from keepstep.records.exits import EXIT_FAILURE
-from keepstep.records.frames import ENV_RUN_DIR
+from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
 from keepstep.records.inject import Injection
 
 MAX_COORDINATOR_DEATHS = 5
@@ -133,12 +133,16 @@ class Agent:
             self._coordinator.wait()
 
     def _clear_leftovers(self) -> None:
-        """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left."""
+        """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left.
+
+        Those of another launcher of this very life (several on one machine) answer through their agent's socket.
+        """
         if self._lock is None:
             return
-        for pid in with_environment(ENV_RUN_DIR, self.config.run_dir) - {os.getppid()}:
-            self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
-            kill_quietly(pid, signal.SIGKILL)
+        for pid, environment in with_environment(ENV_RUN_DIR, self.config.run_dir).items():
+            if pid != os.getppid() and not _listens(environment.get(ENV_AGENT_SOCKET, "")):
+                self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
+                kill_quietly(pid, signal.SIGKILL)
 
     def say(self, text: str) -> None:
         """One line for the user, also in logs/launcher.log."""
@@ -432,6 +436,15 @@ class Agent:
     def learn_modules(self, cycle: LocalCycle) -> None:
         """The script has shown which modules it imports."""
         self._starter.learn(cycle.imported_names())
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 async def run_agent(config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int | None = None) -> int:

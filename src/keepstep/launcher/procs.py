@@ -65,17 +65,24 @@ def descendants(root: int, exclude: set[int]) -> set[int]:
     return found
 
 
-def with_environment(name: str, value: str) -> set[int]:
-    """Processes of this user whose initial environment holds NAME=value: what an earlier launcher of a run left behind."""
-    wanted = f"{name}={value}".encode()
-    found = set()
+def environment_of(pid: int) -> dict[str, str]:
+    """Initial environment of a process of this user; empty when it is gone or not ours."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in data.split(b"\0") if b"=" in item)
+    return {k.decode(errors="replace"): v.decode(errors="replace") for k, _, v in pairs}
+
+
+def with_environment(name: str, value: str) -> dict[int, dict[str, str]]:
+    """Other processes of this user whose initial environment holds NAME=value, with that environment."""
+    found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found.add(int(entry))
-            except OSError:
-                continue
+            environment = environment_of(int(entry))
+            if environment.get(name) == value:
+                found[int(entry)] = environment
     return found
 
 

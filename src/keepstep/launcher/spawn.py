@@ -26,6 +26,10 @@ class SpawnError(KeepstepError):
     """Raised when the ranks of a cycle could not be started."""
 
 
+class ZygoteGoneError(SpawnError):
+    """Raised when the zygote has ended."""
+
+
 class RankFiles(msgspec.Struct, kw_only=True):
     """Descriptors handed to one rank, as numbers in the agent."""
 
@@ -92,11 +96,12 @@ class Zygote:
         return self.process.pid
 
     async def _wait_ready(self) -> dict[str, Any]:
-        answer = await asyncio.to_thread(recv_frame, self._control)
+        try:
+            answer = await asyncio.to_thread(recv_frame, self._control)
+        except OSError:
+            answer = None
         if answer is None:
-            raise SpawnError(
-                f"the zygote ended before it was ready (status {self.process.poll()}); see logs/zygote.log"
-            )
+            raise ZygoteGoneError("the zygote ended before it was ready (see logs/zygote.log)")
         return answer[0]
 
     async def fork(self, specs: list[RankSpec], files: list[RankFiles]) -> list[int]:
@@ -119,7 +124,7 @@ class Zygote:
             except OSError:
                 answer = None
         if answer is None:
-            raise SpawnError("the zygote is gone")
+            raise ZygoteGoneError("the zygote is gone")
         if "refused" in answer[0]:
             raise SpawnError(answer[0]["refused"])
         return answer[0]

@@ -24,6 +24,7 @@ from keepstep.launcher.spawn import (
     RankFiles,
     SpawnError,
     Zygote,
+    ZygoteGoneError,
     exec_rank,
     exec_store,
     free_port,
@@ -205,7 +206,8 @@ class RankStarter:
             except SpawnError as error:
                 self._say(f"not forking ranks: {error}; starting fresh interpreters instead")
                 self._zygote.close()
-                self._zygote = self._new_zygote([]) if "gone" in str(error) else None
+                # One that ended may not end again; one that may not fork never will.
+                self._zygote = self._new_zygote([]) if isinstance(error, ZygoteGoneError) else None
         return {s.rank: exec_rank(s, f) for s, f in zip(specs, files, strict=True)}, "exec"
 
     # ---- zygotes
