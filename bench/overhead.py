@@ -152,7 +152,7 @@ def completed_by_page(fd: int) -> int:
     """Steps completed, read from the page as the agent would: proof that the measured path wrote it."""
     with mmap.mmap(fd, layout.PAGE_BYTES, prot=mmap.PROT_READ) as page:
         words = memoryview(page).cast("Q")
-        completed = int(words[layout.W_COMPLETED])
+        completed = int(words[layout.W_STEP] >> 8)
         words.release()
     return completed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.launcher.journal import read_records
 from keepstep.launcher.procs import descendants
 from tests.launcher.harness import Launch, alive, command_line, run, training, wait_until
 
@@ -318,6 +319,33 @@ def test_two_launchers_on_one_machine_form_one_job(tmp_path: Path, reference: st
     cycle = first.cycles[1]
     assert {(r.rank, r.node) for r in cycle.ranks} == {(0, "a"), (1, "b")}
     first.check_partition()
+
+
+def _two_launchers(tmp_path: Path) -> tuple[Launch, Launch]:
+    flags = ("--nnodes", "2", "--rdzv-id", "job", "--rdzv-conf", "join_timeout=2,lease=2")
+    first = Launch(tmp_path, training(total=100000), *flags, "--node-name", "a")
+    wait_until(lambda: '"type":"node"' in (tmp_path / "run/journal/000001.jsonl").read_text())
+    second = Launch(tmp_path, training(total=100000), *flags, "--node-name", "b")
+    second.wait_line(r"^completed 3$")
+    return first, second
+
+
+def test_leading_launcher_killed_the_coordinator_waits_for_another_and_then_ends_the_job(tmp_path: Path) -> None:
+    first, second = _two_launchers(tmp_path)
+    first.signal(signal.SIGKILL)
+    assert second.finish() == 1
+    assert second.verdict["cause"] == "join_timeout"
+    assert second.cycles[0].fault is not None
+
+
+@pytest.mark.slow
+def test_leading_launcher_and_coordinator_killed_the_others_end(tmp_path: Path) -> None:
+    first, second = _two_launchers(tmp_path)
+    coordinator = next(r for r in read_records(first.run_dir) if r["type"] == "open")["pid"]
+    first.signal(signal.SIGKILL)
+    os.kill(coordinator, signal.SIGKILL)
+    assert second.finish() == 1
+    assert "the leading launcher is gone" in second.output
 
 
 def test_taken_node_name_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from keepstep.records.inject import Injection
 MAX_COORDINATOR_DEATHS = 5
 DEATH_WINDOW_S = 20.0
 COORDINATOR_RETRY_S = 5.0
+COORDINATOR_LOST_S = 20.0
 LEARN_AFTER_S = 5.0
 
 
@@ -57,7 +58,9 @@ class Agent:
         self._logs = LogThread()
         self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
         self._starter = RankStarter(config, self._server.path, self._logs, self.say)
-        self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command)
+        # The leader starts the coordinator again itself; anybody else can only wait so long for it.
+        give_up_s = COORDINATOR_LOST_S if lock is None else None
+        self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command, give_up_s)
         self._launch_id = secrets.token_hex(8)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_deaths: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,16 @@ class RefusedError(KeepstepError):
 class Link:
     """Sends messages until each is answered; reconnects as long as it is told to."""
 
-    def __init__(self, socket_path: Path, hello: Callable[[int], m.Hello], on_command: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        hello: Callable[[int], m.Hello],
+        on_command: Callable[[Any], None],
+        give_up_s: float | None = None,
+    ) -> None:
+        """`give_up_s`: how long the coordinator may stay away before `run` raises RefusedError; None is for ever."""
         self._path = socket_path
+        self._give_up_s = give_up_s
         self._hello = hello
         self._on_command = on_command
         self._pending: dict[int, tuple[m.AgentMessage, asyncio.Future[Any]]] = {}
@@ -64,6 +73,7 @@ class Link:
 
     async def run(self) -> None:
         """Connect, and again after every loss. Ends by cancellation, or with RefusedError."""
+        lost_at = time.monotonic()
         while True:
             try:
                 async with unix_connect(
@@ -74,10 +84,17 @@ class Link:
                     ping_interval=None,
                     open_timeout=10,
                 ) as connection:
-                    await self._session(connection)
+                    try:
+                        await self._session(connection)
+                    finally:
+                        lost_at = time.monotonic()
             except (OSError, ConnectionClosed, InvalidHandshake, TimeoutError, EOFError):
                 pass
             self._connection = None
+            if self._give_up_s is not None and time.monotonic() - lost_at > self._give_up_s:
+                raise RefusedError(
+                    f"no coordinator at {self._path} for {self._give_up_s:g} s: the leading launcher is gone"
+                )
             await asyncio.sleep(RETRY_S)
 
     async def _session(self, connection: Any) -> None:

@@ -111,7 +111,7 @@ class RankPages:
             attached_ns=words[w.W_ATTACHED_NS],
             step=words[w.W_STEP] >> 8,
             in_step=bool(words[w.W_STEP] & 1),
-            completed=words[w.W_COMPLETED],
+            completed=words[w.W_STEP] >> 8 if words[w.W_COMPLETED_NS] else 0,
             completed_ns=words[w.W_COMPLETED_NS],
             first_step=words[w.W_FIRST_STEP],
             first_done_ns=words[w.W_FIRST_DONE_NS],

@@ -22,10 +22,9 @@ W_STOP_REQUEST = 5  # 0 none, 1 stop at the next shared decision
 W_DECISIONS = 6
 # Written by the rank.
 W_ATTACHED_NS = 8  # ks.init() was called
-W_STEP = 9  # (step << 8) | 1 inside a step, (completed steps << 8) between steps
+W_STEP = 9  # (step << 8) | 1 inside a step, (completed steps << 8) between steps: >> 8 is the completed count in both
 W_BEAT_NS = 10  # when the step was entered
-W_COMPLETED = 11  # number of completed steps, as the script counts them (step + 1 at exit of step `step`)
-W_COMPLETED_NS = 12  # when it left that step
+W_COMPLETED_NS = 12  # when it last left a step normally
 W_FIRST_STEP = 13  # the first completed step count of this process
 W_FIRST_DONE_NS = 14  # when it left its first step (written when the second begins)
 W_FLAGS = 15  # bit 0: finished (run.finish() was called)

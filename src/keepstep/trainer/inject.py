@@ -61,7 +61,7 @@ def hang_forever() -> NoReturn:
 def slow_by(factor: float, run: Run) -> float:
     """Seconds to add so that a step takes `factor` times its mean so far."""
     words = run._words
-    steps = words[layout.W_COMPLETED] - words[layout.W_FIRST_STEP] - 1
+    steps = (words[layout.W_STEP] >> 8) - words[layout.W_FIRST_STEP] - 1
     if steps < 1:
         return 0.0
     return float(

@@ -62,11 +62,12 @@ def make_steps(
 
     `attend(step)` is called at the entry of the first step and whenever a step reaches the number it returned last: everything
     rare (first-step bookkeeping, injections) lives there so that a usual step pays one comparison.
-    A step is counted as completed only when its block ends without an exception.
+    A step is counted as completed only when its block ends without an exception. Of a section opened inside itself only the
+    innermost part is added to its sum.
     """
     clock = monotonic_ns
     w_step, w_beat = layout.W_STEP, layout.W_BEAT_NS
-    w_completed, w_completed_ns = layout.W_COMPLETED, layout.W_COMPLETED_NS
+    w_completed_ns = layout.W_COMPLETED_NS
     stack = layout.W_SECTIONS
     top = layout.W_SECTIONS + 2 * layout.MAX_SECTION_DEPTH
     current = 0
@@ -78,10 +79,8 @@ def make_steps(
 
         def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
             if kind is None:
-                after = current + 1
                 words[w_completed_ns] = clock()
-                words[w_completed] = after
-                words[w_step] = after << 8
+                words[w_step] = current + 1 << 8
 
     def new_section(name: str) -> Any:
         name_id = len(sections) + 1
@@ -89,15 +88,16 @@ def make_steps(
             raise ValueError(f"section {name!r}: more than {layout.MAX_SECTION_NAMES} section names in one run")
         write_name(words, name_id, name)
         sum_word = layout.W_SECTION_SUMS + name_id - 1
-        total = 0
+        total = began = 0
 
         class Section:
             __slots__ = ()
 
             def __enter__(self) -> None:
-                nonlocal stack
+                nonlocal stack, began
+                began = clock()
                 if stack < top:
-                    words[stack + 1] = clock()
+                    words[stack + 1] = began
                     words[stack] = name_id
                 stack += 2
 
@@ -106,7 +106,7 @@ def make_steps(
                 stack -= 2
                 if stack < top:
                     words[stack] = 0
-                    total += clock() - words[stack + 1]
+                    total += clock() - began
                     words[sum_word] = total
 
         return Section()

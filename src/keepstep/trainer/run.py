@@ -79,9 +79,9 @@ class Run:
             words[layout.W_PHASE] = layout.PHASE_TRAIN
             if self._next_decision is None:
                 self._next_decision = step + 1
-        elif not words[layout.W_FIRST_DONE_NS] and words[layout.W_COMPLETED] > self._first_step:
+        elif not words[layout.W_FIRST_DONE_NS] and (words[layout.W_STEP] >> 8) > self._first_step:
             words[layout.W_FIRST_DONE_NS] = words[layout.W_COMPLETED_NS]
-            self._tell("first_step", step=words[layout.W_COMPLETED], at_ns=words[layout.W_COMPLETED_NS])
+            self._tell("first_step", step=words[layout.W_STEP] >> 8, at_ns=words[layout.W_COMPLETED_NS])
         due = [i for i in self._injections if _is_due(i, step)]
         self._injections = [i for i in self._injections if i not in due or (i.kind == "slow" and step + 1 < _end(i))]
         for injection in due:
@@ -112,7 +112,7 @@ class Run:
     @property
     def completed_steps(self) -> int:
         """Steps completed so far as the script counts them (number of the last completed step + 1)."""
-        return int(self._words[layout.W_COMPLETED])
+        return int(self._words[layout.W_STEP] >> 8)
 
     # ---- shared decisions
 
@@ -149,7 +149,7 @@ class Run:
         """Steps until the next decision: about DECISION_PERIOD_S, growing slowly so that a slow first step misleads nobody."""
         last = self._decision.every if self._decision is not None else 1
         words = self._words
-        steps = words[layout.W_COMPLETED] - words[layout.W_FIRST_STEP] - 1
+        steps = (words[layout.W_STEP] >> 8) - words[layout.W_FIRST_STEP] - 1
         if not words[layout.W_FIRST_DONE_NS] or steps < 1:
             return 1
         mean_ns = (words[layout.W_COMPLETED_NS] - words[layout.W_FIRST_DONE_NS]) / steps
