@@ -12,16 +12,17 @@ help: ## list the targets
 
 $(VENV)/.installed: pyproject.toml Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.11 or set PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)' numpy
-	$(BIN)/python -m pip install -q --disable-pip-version-check --group dev -e '.[all]'
+	@echo 'making $(VENV): torch, keepstep, development tools (about a minute)'
+	@$(PYTHON) -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)' numpy
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --group dev -e '.[all]'
 	@touch $@
 
 venv: $(VENV)/.installed ## make .venv with keepstep, torch and the development tools
 
 demo: $(VENV)/.installed ## train, break it four ways, prove nothing was lost (about a minute)
-	$(BIN)/keepstep demo
+	@$(BIN)/keepstep demo -o table
 
 test: $(VENV)/.installed ## the test suite (under 10 minutes on two cores)
 	$(BIN)/python -m pytest -m 'not slow'

@@ -486,6 +486,7 @@ def demo(seed: int, steps: int, faults: tuple[str, ...], keep: Path | None, outp
     is killed while training goes on. Exit 0 only if the final weights are bitwise equal to those of an undisturbed run
     of the same seed and every sample was used exactly once. JSON is `keepstep.demo/1`.
     """
+    importlib.import_module("keepstep.launcher.agent")  # without its extra, say so before anything is trained
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("the demo trains with torch, which is not installed: pip install torch numpy")
     specs = parse_faults(faults, steps) or default_faults(save_every(steps))

@@ -87,6 +87,11 @@ class LazyGroup(click.Group):
             raise
         except KeepstepError as error:
             _report(ctx, str(error), error.exit_code)
+        except ModuleNotFoundError as error:
+            # A verb loads what its extra brings only when it runs.
+            name = ctx.invoked_subcommand or ""
+            missing = _missing(name, self.verbs[name], error) if name in self.verbs else ConfigError(str(error))
+            _report(ctx, str(missing), missing.exit_code)
         except KeyboardInterrupt:
             _report(ctx, "interrupted", EXIT_INTERRUPTED)
         except Exception as error:
