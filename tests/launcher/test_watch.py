@@ -241,8 +241,8 @@ class TestLimits:
         assert (deadline, why) == (995 * S, "section 'data' open for 5 s")
 
     def test_auto_is_patient_until_it_has_learned(self, make_look: MakeLook) -> None:
-        assert learned(10.0, LEARN_STEPS - 1).limit_s(make_look()) == 600
-        assert learned(10.0).limit_s(make_look()) == 10.0 * SAFETY_FACTOR
+        assert learned(100.0, LEARN_STEPS - 1).limit_s(make_look()) == 600
+        assert learned(100.0).limit_s(make_look()) == 100.0 * SAFETY_FACTOR
 
     @pytest.mark.parametrize(
         "state", [{"completed_ns": 0}, {"phase": "restore"}, {"phase": "close"}, {"phase": "init"}]
@@ -258,8 +258,14 @@ class TestLimits:
         limits.learn(100.0)
         assert limits.limit_s(make_look()) == 800
         for _ in range(200):
-            limits.learn(5.0)
-        assert limits.limit_s(make_look()) == 40
+            limits.learn(50.0)
+        assert limits.limit_s(make_look()) == 400
+
+    def test_a_floor_can_be_raised_after_a_learned_limit_was_wrong(self, make_look: MakeLook) -> None:
+        limits = HangLimits("auto", 600, {}, learned_min_s=2 * LEARNED_MIN_S)
+        for _ in range(LEARN_STEPS):
+            limits.learn(1.0)
+        assert limits.limit_s(make_look()) == 2 * LEARNED_MIN_S
 
     def test_the_reason_names_the_limit(self, make_look: MakeLook) -> None:
         assert HangLimits("30", 600, {}).deadline_ns(make_look())[1] == "no progress for 30 s"

@@ -68,6 +68,7 @@ class Agent:
         self._cycle_number = -1
         self._cycle_task: asyncio.Task[None] | None = None
         self._expect_steps = uses_trainer(config)
+        self._learned_hangs = 0
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -372,7 +373,7 @@ class Agent:
             if command.agent_store and command.node_index == 0:
                 await self._starter.have_store(command.master_port)
             local, specs, files = self._starter.prepare(command)
-            cycle = self._cycle = LocalCycle(self, command, local, self._expect_steps)
+            cycle = self._cycle = LocalCycle(self, command, local, self._expect_steps, self._learned_hangs)
             pids, path = await self._starter.spawn(specs, files)
         except PortTakenError as error:
             self._starter.new_port()
@@ -433,6 +434,7 @@ class Agent:
     def _say_stopped(self, stopped: m.Stopped, cycle: LocalCycle) -> None:
         fault = cycle.fault
         if fault is not None:
+            self._learned_hangs += fault.kind == "hang" and self.config.monitor_hang == "auto"
             blame = f"; the others wait for rank {', '.join(map(str, stopped.culprits))}" if stopped.culprits else ""
             self.say(f"cycle {stopped.cycle}: {fault.detail}{blame}")
 

@@ -19,13 +19,16 @@ from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.evidence import RankEvidence, capture, culprits
 from keepstep.launcher.procs import descendants, kill_group, kill_quietly, reap, state_of
-from keepstep.launcher.watch import HangLimits, PageLook
+from keepstep.launcher.watch import LEARNED_MIN_S, HangLimits, PageLook
 from keepstep.records.exits import exit_status_name
 from keepstep.records.inject import Injection
 
 COLLECTIVE_GRACE_S = 0.5
 """How long a rank blocked in a collective gets between SIGTERM and SIGKILL: it cannot react anyway."""
 SAMPLE_S = 1.0
+MAX_BEAT_S = 60.0
+"""Progress samples in the journal thin out as a cycle grows older, to one in MAX_BEAT_S: the partition takes its exact points from
+checkpoints and ends, and a journal of weeks stays readable."""
 
 
 class LocalRank(msgspec.Struct, kw_only=True):
@@ -69,13 +72,19 @@ class CycleHost(Protocol):
 class LocalCycle:
     """State of the cycle on this node. `run` returns the message that ends it."""
 
-    def __init__(self, host: CycleHost, command: m.StartCycle, ranks: list[LocalRank], expect_steps: bool) -> None:
+    def __init__(
+        self, host: CycleHost, command: m.StartCycle, ranks: list[LocalRank], expect_steps: bool, learned_hangs: int = 0
+    ) -> None:
+        """`learned_hangs`: how often a learned limit has ended a cycle already; each time it is given twice the room."""
         self.number = command.cycle
         self.ranks = {r.rank: r for r in ranks}
         self.expect_steps = expect_steps
         self._host = host
         self._config = host.config
-        self._limits = HangLimits(host.config.monitor_hang, host.config.start_hang_s, host.config.section_timeouts_s)
+        c = host.config
+        self._limits = HangLimits(
+            c.monitor_hang, c.start_hang_s, c.section_timeouts_s, LEARNED_MIN_S * 2**learned_hangs
+        )
         self._over = asyncio.Event()
         self._changed = asyncio.Event()
         self.fault: m.Fault | None = None
@@ -214,6 +223,8 @@ class LocalCycle:
     async def _sample(self) -> None:
         """About once a second: learn how long progress takes, and tell the coordinator how far all local ranks are."""
         sent = None
+        begin = time.monotonic()
+        due = begin
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), SAMPLE_S)
@@ -222,18 +233,17 @@ class LocalCycle:
             looks = [r.pages.look() for r in self.ranks.values()]
             for look in looks:
                 before = self._progress.get(look.rank)
-                if look.has_steps and before is not None and look.phase == "train":
-                    # Either the rank stood still since the last look, or its steps are shorter than a sample.
-                    self._limits.learn(
-                        max(0.0, (look.progress_ns - before) / 1e9) if look.progress_ns != before else SAMPLE_S
-                    )
+                if look.has_steps and before is not None and look.phase == "train" and look.progress_ns > before:
+                    self._limits.learn((look.progress_ns - before) / 1e9)
                 self._progress[look.rank] = look.progress_ns
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
                 if sent is None:
                     self._host.learn_modules(self)
                 completed, at_ns = _slowest(looks)
-                if completed != sent:
+                now = time.monotonic()
+                if completed != sent and now >= due:
+                    due = now + min(MAX_BEAT_S, (now - begin) / 100)
                     sent = completed
                     self._host.send(self._beat(completed, at_ns))
 

@@ -15,7 +15,8 @@ from keepstep.records import page as layout
 
 LEARN_STEPS = 20
 SAFETY_FACTOR = 8.0
-LEARNED_MIN_S = 30.0
+LEARNED_MIN_S = 300.0
+"""Floor of a learned limit: an evaluation or a compilation between steps looks like a hang to a limit learned from steps."""
 
 
 class PageLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +138,14 @@ def _as_on_page(name: bytes) -> str:
 class HangLimits:
     """How long a rank may go without progress.
 
-    `setting`: "off", seconds, or "auto": `start_s` until LEARN_STEPS step times were seen, then the larger of LEARNED_MIN_S and
-    SAFETY_FACTOR times the longest gap seen among the last 200 samples. Limits of sections given by name apply in addition.
+    `setting`: "off", seconds, or "auto": `start_s` until LEARN_STEPS gaps between signs of progress were seen, then the larger of
+    `learned_min_s` and SAFETY_FACTOR times the longest of the last 200 gaps. Limits of sections given by name apply in addition.
     """
 
-    def __init__(self, setting: str, start_s: float, sections_s: dict[str, float]) -> None:
+    def __init__(
+        self, setting: str, start_s: float, sections_s: dict[str, float], learned_min_s: float = LEARNED_MIN_S
+    ) -> None:
+        self._learned_min_s = learned_min_s
         self.fixed_s = None if setting in ("auto", "off") else float(setting)
         self.off = setting == "off"
         self.start_s = start_s
@@ -166,7 +170,7 @@ class HangLimits:
             return self.fixed_s
         if not look.has_steps or look.phase != "train" or len(self._gaps_s) < LEARN_STEPS:
             return self.start_s
-        return max(LEARNED_MIN_S, SAFETY_FACTOR * max(self._gaps_s))
+        return max(self._learned_min_s, SAFETY_FACTOR * max(self._gaps_s))
 
     def deadline_ns(self, look: PageLook) -> tuple[float, str]:
         """CLOCK_MONOTONIC ns by which the rank must show progress, and what limit that is."""
