@@ -12,7 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.rules import Ended, Outcome, cause_of, decide, fingerprint, first_failure
+from keepstep.launcher.closing import closing_marks, end_records, ended_cycle, never_started
+from keepstep.launcher.rules import Outcome, decide, fingerprint, first_failure
 from keepstep.records.cycle import VerdictFile
 from keepstep.records.exits import exit_status_name
 from keepstep.records.timeline import Mark
@@ -114,6 +115,9 @@ class Job:
         if mark.kind == "step":
             self.cycle.last_step = mark.attrs.get("step")
         if mark.kind == "restored":
+            # What was committed beyond it has been refused and is no part of this history any more.
+            if mark.attrs.get("source", "none") != "none":
+                self.last_committed = mark.attrs.get("step")
             self.cycle.restored_step = mark.attrs.get("step")
             self.cycle.restored_from = mark.attrs.get("source", "none")
             self.cycle.restored_checkpoint = mark.attrs.get("checkpoint")
@@ -348,7 +352,7 @@ class Job:
             return []
         if self.phase == "forming":
             if self.stop is not None:
-                return self._end(now_ns, decide(self._ended_none()), None)
+                return end_records(self, now_ns, decide(never_started(self)), None)
             if len(self.nodes) == self.nnodes and set(self.nodes) <= connected:
                 return self._start_cycle(now_ns)
             return []
@@ -366,7 +370,7 @@ class Job:
         outcome = Outcome(
             rule="join_timeout", action="end", verdict="failed", exit_code=1, cause="join_timeout", message=message
         )
-        return self._end(now_ns, outcome, None)
+        return end_records(self, now_ns, outcome, None)
 
     def _start_cycle(self, now_ns: int) -> list[Record]:
         number = self.last_cycle + 1
@@ -393,61 +397,14 @@ class Job:
         }
         return [cycle | {"agent_store": head.hosts_store}, mark]
 
-    def ended(self) -> Ended:
-        """What is known about the current cycle once it stopped."""
-        assert self.cycle is not None
-        c = self.cycle
-        failures = [f for s in c.stopped.values() for f in s.failures if not f.stopped_by_us]
-        statuses = [status for s in c.stopped.values() for status in s.statuses.values()]
-        step = self.completed_step()
-        start = c.restored_step if c.restored_step is not None else (c.first_step_count or 1) - 1
-        return Ended(
-            failures=sorted(failures, key=lambda f: f.time_ns),
-            fault_kind=c.fault.kind if c.fault else ("node_lost" if c.lost else None),
-            fault_injected=bool(c.fault and c.fault.injected),
-            stop_signum=self.stop["signum"] if self.stop else None,
-            nodes_lost=c.lost,
-            all_exited_zero=len(statuses) == len(c.ranks) and not any(statuses),
-            completed_step=step,
-            steps_done=None if step is None else max(0, step - start),
-            counted_restarts=self.counted,
-            max_restarts=self.max_restarts,
-            port_retries=self.port_retries,
-            last_fingerprint=self.last_fingerprint[0] if self.last_fingerprint else None,
-            last_fingerprint_step=self.last_fingerprint[1] if self.last_fingerprint else None,
-        )
-
-    def _ended_none(self) -> Ended:
-        return Ended(
-            failures=[],
-            fault_kind=None,
-            fault_injected=False,
-            stop_signum=self.stop["signum"] if self.stop else None,
-            nodes_lost=[],
-            all_exited_zero=False,
-            completed_step=None,
-            steps_done=None,
-            counted_restarts=self.counted,
-            max_restarts=self.max_restarts,
-            port_retries=0,
-            last_fingerprint=None,
-            last_fingerprint_step=None,
-        )
-
-    def completed_step(self) -> int | None:
-        """Steps every rank completed in the current cycle, or None when none reported any."""
-        assert self.cycle is not None
-        counts = [v for s in self.cycle.stopped.values() for v in s.completed.values()]
-        return min(counts) if len(counts) == len(self.cycle.ranks) else None
-
     def _decide(self, now_ns: int) -> list[Record]:
         assert self.cycle is not None
         c = self.cycle
-        ended = self.ended()
+        ended = ended_cycle(self)
         outcome = decide(ended)
-        records = self._closing_marks(ended, outcome)
+        records = closing_marks(self, ended, outcome)
         if outcome.action == "end":
-            return records + self._end(now_ns, outcome, ended)
+            return records + end_records(self, now_ns, outcome, ended)
         records.append(self.mark("decided", now_ns, action="restart", counted=outcome.counted, rule=outcome.rule))
         records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
         first = first_failure(ended)
@@ -461,83 +418,6 @@ class Job:
             }
         )
         return records
-
-    def _closing_marks(self, ended: Ended, outcome: Outcome) -> list[Record]:
-        """Marks that are known only when every node has stopped."""
-        assert self.cycle is not None
-        c = self.cycle
-        records: list[Record] = []
-        if "attached" not in c.marked and len(c.started) == len(c.nodes):
-            # Some rank never attached: its process was there, and that is all that is known.
-            records.append(self.mark("attached", max(r["started_ns"] for r in c.started.values())))
-        stops = list(c.stopped.values())
-        last_ns = max((s.completed_ns for s in stops), default=0)
-        if ended.completed_step is not None and last_ns:
-            firsts = [s for s in stops if s.first_step is not None]
-            if c.first_step_count is None and firsts:
-                count = max(s.first_step or 0 for s in firsts)
-                records.append(self.mark("first_step", max(s.first_step_ns for s in firsts), step=count))
-            records.append(self.mark("step", last_ns, step=ended.completed_step))
-        if c.fault is not None:
-            first = first_failure(ended)
-            culprits = [rank for s in stops for rank in s.culprits]
-            rank = culprits[0] if culprits else (first.rank if first is not None else c.fault.rank)
-            records.append(
-                self.mark(
-                    "fault",
-                    c.fault.detected_ns,
-                    occurred_ns=c.fault.occurred_ns,
-                    detected_ns=c.fault.detected_ns,
-                    rank=rank,
-                    node=next((p["node"] for p in c.ranks if p["rank"] == rank), None),
-                    kind=c.fault.kind,
-                    detail=self._detail(rank, first.status if first and first.rank == rank else None, c.fault.detail),
-                    cause=cause_of(first, c.fault.kind),
-                    completed_step=ended.completed_step,
-                    rule=outcome.rule,
-                )
-            )
-            records.append(self.mark("captured", max((s.captured_ns for s in stops), default=c.fault.detected_ns)))
-        elif c.lost:
-            lost = ", ".join(c.lost)
-            detected = {"occurred_ns": c.lost_ns, "detected_ns": c.lost_ns, "completed_step": ended.completed_step}
-            what = {
-                "rank": None,
-                "node": c.lost[0],
-                "kind": "node_lost",
-                "detail": f"node lost: {lost}",
-                "cause": "unknown",
-            }
-            records.append(self.mark("fault", c.lost_ns, **detected, **what, rule=outcome.rule))
-        if c.fault is not None or c.lost:
-            records.append(self.mark("stopped", max((s.stopped_ns for s in stops), default=c.lost_ns)))
-        elif not c.drained and stops:
-            records.append(self.mark("drain", max(s.stopped_ns for s in stops), completed_step=ended.completed_step))
-        return records
-
-    @staticmethod
-    def _detail(rank: int, status: int | None, detail: str) -> str:
-        return f"rank {rank}: {exit_status_name(status)}" if status is not None else detail
-
-    def _end(self, now_ns: int, outcome: Outcome, ended: Ended | None) -> list[Record]:
-        first = first_failure(ended) if ended is not None else None
-        verdict = VerdictFile(
-            run_id=self.run_id,
-            attempt=self.attempt,
-            outcome=outcome.verdict,
-            exit_code=outcome.exit_code,
-            cause=outcome.cause,
-            last_committed_step=self.last_committed,
-            first_failing_rank=first.rank if first else None,
-            original_exit=exit_status_name(first.status) if first else None,
-            traceback=first.traceback if first else None,
-            message=outcome.message or None,
-        )
-        records = []
-        if self.cycle is not None and "cycle_ended" not in self.cycle.marked:
-            records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
-        records.append(self.mark("run_ended", now_ns, outcome=outcome.verdict, exit_code=outcome.exit_code))
-        return [*records, {"type": "verdict", "verdict": msgspec.to_builtins(verdict)}]
 
     # ---- commands
 
