@@ -295,12 +295,14 @@ def judge_fault(injection: Injection, spec: str, evidence: Evidence, failures: l
 def judge_coordinator(injection: Injection, fault: DemoFault, evidence: Evidence, failures: list[str]) -> DemoFault:
     """Training must go on in the same cycle, and a new coordinator must have taken over the journal."""
     step = injection.step or 0
-    gap = next((m for m in evidence.marks if m.kind == "gap"), None)
-    after = [line for line in evidence.ledger if line.cycle == injection.cycle and line.step >= step]
+    mine = [line for line in evidence.ledger if line.cycle == injection.cycle]
+    after = [line for line in mine if line.step >= step]
+    before_ns = max((line.done_ns for line in mine if line.step < step), default=0)
+    gap = next((m for m in evidence.marks if m.kind == "gap" and int(m.attrs["end_ns"]) > before_ns), None)
     if gap is None or len(evidence.epochs) < 2:
         failures.append(f"{fault.spec}: no second coordinator took over the journal")
         return fault
-    if len({line.step for line in after}) < 2 or evidence.mark("fault", injection.cycle) is not None:
+    if len({line.step for line in after}) < 2:
         failures.append(f"{fault.spec}: training did not go on in cycle {injection.cycle}")
         return fault
     begin_ns, end_ns = int(gap.attrs["begin_ns"]), int(gap.attrs["end_ns"])
