@@ -25,6 +25,7 @@ from tests.checkpoint.support import (
     save_steps,
 )
 from tests.checkpoint.test_writer_and_keys import file_size_limit
+from tests.disks import small_tmpfs
 
 from keepstep.checkpoint.keys import key_path
 from keepstep.checkpoint.lineage import list_checkpoints
@@ -39,15 +40,8 @@ def committed(root: Path) -> list[str]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_tmpfs(tmp_path / "small", "size=3m") as place:
+        yield place
 
 
 def test_full_disk_fails_the_save_not_the_training(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import resource
 import stat
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.disks import small_tmpfs
 
 from keepstep.checkpoint.keys import key_path, load_public_key, public_key_path, public_pem, signing_key
 from keepstep.checkpoint.writer import Hasher, replace_file, write_file
@@ -33,15 +33,8 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_tmpfs(tmp_path / "small", "size=1m") as place:
+        yield place
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (1 << 20) + 1, 3_000_001])

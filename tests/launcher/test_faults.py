@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from keepstep.launcher.journal import read_records
 from keepstep.launcher.procs import descendants
+from tests.disks import small_tmpfs
 from tests.launcher.harness import Launch, alive, command_line, run, training, wait_until
 
 TWO = ("--standalone", "--nproc-per-node", "2")
@@ -52,6 +52,36 @@ def test_hung_rank_is_named_and_its_stack_kept(tmp_path: Path, reference: str) -
     assert "all_reduce" in (evidence / "rank-00001.stacks.txt").read_text()
     waiter = json.loads((evidence / "rank-00001.json").read_text())
     assert waiter["in_collective"] is True and waiter["page"]["completed"] == 12
+
+
+def test_rank_stuck_in_native_code_that_holds_the_gil_is_named_with_its_stack(tmp_path: Path) -> None:
+    script = """
+        import ctypes, os
+        import torch, torch.distributed as dist
+        import keepstep.trainer as ks
+        dist.init_process_group("gloo")
+        run = ks.init()
+        for step in range(6):
+            with run.step(step):
+                if step == 3 and dist.get_rank() == 1 and run.cycle == 0:
+                    ctypes.PyDLL(None).pause()
+                dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    """
+    code, launch = run(tmp_path, script, *TWO, "--hang-timeout", "2")
+    assert code == 0, launch.output
+    fault = launch.mark("fault")
+    assert fault.attrs["kind"] == "hang" and fault.attrs["rank"] == 1
+    assert "script.py" in (launch.run_dir / "evidence" / "cycle-0000" / "rank-00001.stacks.txt").read_text()
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    flags = ("--standalone", "--nproc-per-node", "4", "--inject", "kill@step=15,rank=3")
+    code, launch = run(tmp_path, training(total=20), *flags)
+    assert code == 0, launch.output
+    assert launch.cycles[1].restored_step == 10 and len(launch.cycles[1].ranks) == 4
+    assert len({line.split()[2] for line in launch.lines if line.startswith("end 20")}) == 1
+    launch.check_partition()
 
 
 def test_stopped_rank_is_recorded_as_stopped_and_replaced(tmp_path: Path) -> None:
@@ -210,19 +240,9 @@ def test_nothing_valid_in_the_root_refuses_to_start_fresh(tmp_path: Path) -> Non
     assert launch.wait_line(r"^restored (\d+)").group(1) == "0"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs (run the tests as root)")
 def test_full_disk_during_a_save_costs_the_save_not_the_job(tmp_path: Path) -> None:
-    root = tmp_path / "ckpt"
-    root.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", root], check=False, capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_tmpfs(tmp_path / "ckpt", "size=32k"):
         code, launch = run(tmp_path, training(total=25), *TWO)
-    finally:
-        subprocess.run(["umount", root], check=True)
     assert code == 0, launch.output
     failed = [m for m in launch.marks if m.kind == "ckpt_failed"]
     assert failed and "No space left" in failed[0].attrs["error"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from keepstep.launcher.journal import Journal, epoch_path, epochs, read_epoch, read_marks, read_records
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
+from tests.disks import small_tmpfs
 
 Record = dict[str, Any]
 values = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.text(max_size=12), st.floats(0, 1))
@@ -44,16 +45,8 @@ def write(run_dir: Path, appends: list[list[Record]]) -> tuple[Path, list[int]]:
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system with one page left."""
-    if os.getuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_tmpfs(tmp_path / "small", "size=64k,nr_inodes=64") as place:
+        yield place
 
 
 class TestClaim:

@@ -36,7 +36,6 @@ def ended(*failures: Failure, **fields: Any) -> Ended:
     known: dict[str, Any] = {
         "failures": list(failures),
         "fault_kind": "exit" if failures else None,
-        "fault_injected": False,
         "stop_signum": None,
         "nodes_lost": [],
         "all_exited_zero": not failures and fields.get("fault_kind") is None,
@@ -246,7 +245,6 @@ endings = st.builds(
     Ended,
     failures=st.lists(failures, max_size=4),
     fault_kind=st.sampled_from([None, "exit", "hang", "spawn", "node_lost"]),
-    fault_injected=st.booleans(),
     stop_signum=st.sampled_from([None, 1, 2, 15]),
     nodes_lost=st.sampled_from([[], ["b"]]),
     all_exited_zero=st.booleans(),

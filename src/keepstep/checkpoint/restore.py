@@ -69,45 +69,19 @@ class Restore(msgspec.Struct, kw_only=True):
     number: int = 0  # of the proposal that is open
 
 
-def restore(
-    root: Path,
-    state: dict[str, Any],
-    *,
-    channel: Exchange,
-    rank: int,
-    world_size: int,
-    run_id: str,
-    attempt: int,
-    cycle: int,
-    only_run: str | None,
-    unsigned: bool,
-    fresh_start: bool,
-    timeout_s: float,
-) -> Life:
-    """Load the newest valid checkpoint under `root` into `state`, alike on all ranks.
+def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Life:
+    """Load the newest valid checkpoint under the task's root into `state`, alike on all ranks.
 
-    Raises RefuseToStartError, ChannelError (a rank does not answer within `timeout_s`) or StorageError (a rank cannot
+    Raises RefuseToStartError, ChannelError (a rank does not answer within the time limit) or StorageError (a rank cannot
     see the root).
     """
     begin_ns = time.monotonic_ns()
-    task = Restore(
-        root=root,
-        channel=channel,
-        rank=rank,
-        world_size=world_size,
-        run_id=run_id,
-        attempt=attempt,
-        cycle=cycle,
-        only_run=only_run,
-        unsigned=unsigned,
-        timeout_s=timeout_s,
-    )
-    life, restored = _lead(task, fresh_start) if rank == 0 else _follow(task)
+    life, restored = _lead(task, fresh_start) if task.rank == 0 else _follow(task)
     if restored is not None and life.checkpoint is not None:
         from keepstep.checkpoint.torch import load
 
         load(state, restored, life.checkpoint)
-    if rank == 0:
+    if task.rank == 0:
         fields = {
             "step": life.restored_step,
             "source": "none" if life.checkpoint is None else "disk",
@@ -116,7 +90,7 @@ def restore(
             "end_ns": time.monotonic_ns(),
         }
         with contextlib.suppress(ChannelError):
-            channel.report("restored", fields)
+            task.channel.report("restored", fields)
     return life
 
 

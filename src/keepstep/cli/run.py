@@ -156,16 +156,7 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
 
     nnodes = 1 if flags["standalone"] else _nnodes(flags["nnodes"])
     _check_here(flags, nnodes)
-    given = None if flags["standalone"] or flags["rdzv_id"] == "none" else flags["rdzv_id"]
-    run_id = given or os.environ.get("SLURM_JOB_ID")
-    if run_id is None:
-        if nnodes > 1:
-            raise ConfigError(f"--nnodes {nnodes}: give every launcher of the job the same --rdzv-id ID")
-        run_id = (Path(flags["run_dir"]).name if flags["run_dir"] else None) or f"run-{secrets.token_hex(4)}"
-    if not RUN_ID.fullmatch(run_id):
-        raise ConfigError(
-            f"--rdzv-id {run_id!r}: use letters, digits, '.', '_' and '-', at most 100, first a letter or digit"
-        )
+    run_id = _run_id(flags, nnodes)
     try:
         nproc = local_world_size(flags["nproc_per_node"])
     except SpawnError as error:
@@ -217,6 +208,21 @@ def effective_config(ctx: click.Context, script: str, args: list[str], flags: di
         join_timeout_s=conf.get("join_timeout", 600.0),
         origins={p: _origin(ctx, p) for p in sorted(flags)},
     )
+
+
+def _run_id(flags: dict[str, Any], nnodes: int) -> str:
+    """--rdzv-id, else the scheduler's job id, else the run folder's name, else random."""
+    given = None if flags["standalone"] or flags["rdzv_id"] == "none" else flags["rdzv_id"]
+    run_id = given or os.environ.get("SLURM_JOB_ID")
+    if run_id is None:
+        if nnodes > 1:
+            raise ConfigError(f"--nnodes {nnodes}: give every launcher of the job the same --rdzv-id ID")
+        run_id = (Path(flags["run_dir"]).name if flags["run_dir"] else None) or f"run-{secrets.token_hex(4)}"
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"--rdzv-id {run_id!r}: use letters, digits, '.', '_' and '-', at most 100, first a letter or digit"
+        )
+    return run_id
 
 
 def _given(ctx: click.Context, name: str) -> bool:

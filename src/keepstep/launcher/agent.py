@@ -50,7 +50,6 @@ class Agent:
         self.config = config
         self.run_id = config.run_id
         self.run_dir = Path(config.run_dir)
-        self.node_dir = self.run_dir / "nodes" / config.node
         self.anchor = Anchor.take()
         self._sockets = sockets
         self._lock = lock

@@ -27,7 +27,6 @@ def ended_cycle(job: Job) -> Ended:
     return Ended(
         failures=sorted(failures, key=lambda f: f.time_ns),
         fault_kind=c.fault.kind if c.fault else ("node_lost" if c.lost else None),
-        fault_injected=bool(c.fault and c.fault.injected),
         stop_signum=job.stop["signum"] if job.stop else None,
         nodes_lost=c.lost,
         all_exited_zero=len(statuses) == len(c.ranks) and not any(statuses),
@@ -46,7 +45,6 @@ def never_started(job: Job) -> Ended:
     return Ended(
         failures=[],
         fault_kind=None,
-        fault_injected=False,
         stop_signum=job.stop["signum"] if job.stop else None,
         nodes_lost=[],
         all_exited_zero=False,

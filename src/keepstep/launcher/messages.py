@@ -54,7 +54,6 @@ class Fault(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="fa
     occurred_ns: int
     detected_ns: int
     detail: str = ""
-    injected: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,7 +19,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure]
     """Of all ranks, ordered by time; ranks that only ended because they were stopped are not in it."""
     fault_kind: str | None
-    fault_injected: bool
     stop_signum: int | None
     nodes_lost: list[str]
     all_exited_zero: bool

@@ -36,12 +36,13 @@ def cycle_record(job: Job, ended: bool) -> Cycle:
     """`keepstep.cycle/1` of the current cycle."""
     c = job.cycle
     assert c is not None
-    marks = [k for k in job.marks if k.attempt == job.attempt]
+    # The fault that led here is in the cycle before. Older marks would make every restart of a long run slower.
+    marks = [k for k in job.marks if k.attempt == job.attempt and k.cycle >= c.number - 1]
     mine = [k for k in marks if k.cycle == c.number]
     start = next((k.t_ns for k in mine if k.kind == "cycle_started"), 0)
     end = next((k for k in reversed(mine) if k.kind == "cycle_ended"), None)
     fault = next((_fault(k) for k in mine if k.kind == "fault"), None)
-    first = min((k.cycle for k in marks if k.kind == "cycle_started"), default=c.number)
+    is_first = all(k.cycle == c.number for k in marks if k.kind == "cycle_started")
     decided = next((k for k in mine if k.kind == "decided"), None)
     return Cycle(
         run_id=job.run_id,
@@ -54,7 +55,7 @@ def cycle_record(job: Job, ended: bool) -> Cycle:
         restored_step=c.restored_step,
         restored_from="disk" if c.restored_from == "disk" else "none",
         restored_checkpoint=c.restored_checkpoint,
-        recovery=None if c.number == first else ("checkpoint" if c.restored_from == "disk" else "respawn"),
+        recovery=None if is_first else ("checkpoint" if c.restored_from == "disk" else "respawn"),
         phases=cycle_phases(marks, c.number),
         ranks=[
             RankPlace(**{k: p.get(k) for k in ("rank", "local_rank", "node", "host", "pid", "exit")})  # type: ignore[arg-type]

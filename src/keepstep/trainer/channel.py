@@ -82,7 +82,20 @@ def memory_buffer(name: str, size_bytes: int) -> int:
     return fd
 
 
-class MemoryChannel:
+class _Unsupervised:
+    """The part of a channel that a launcher would answer: no timeline to report to, nobody to refuse a commit."""
+
+    def report(self, kind: str, fields: Mapping[str, Any]) -> None:
+        _encode(dict(fields))
+
+    def grant(self, checkpoint: str, step: int) -> bool:
+        return True
+
+    def buffer(self, name: str, size_bytes: int) -> int:
+        return memory_buffer(name, size_bytes)
+
+
+class MemoryChannel(_Unsupervised):
     """The channel of one process; threads that play ranks share one object."""
 
     def __init__(self) -> None:
@@ -112,15 +125,6 @@ class MemoryChannel:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s):
                 raise _timed_out(keys, [key for key in keys if key not in self._values], timeout_s)
             return {key: json.loads(self._values[key]) for key in keys}
-
-    def report(self, kind: str, fields: Mapping[str, Any]) -> None:
-        _encode(dict(fields))
-
-    def grant(self, checkpoint: str, step: int) -> bool:
-        return True
-
-    def buffer(self, name: str, size_bytes: int) -> int:
-        return memory_buffer(name, size_bytes)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -170,7 +174,7 @@ class _Pool:
             self._discard(item)
 
 
-class StoreChannel:
+class StoreChannel(_Unsupervised):
     """The channel under torchrun: an own TCPStore client with prefixed keys, one clone for each call in progress."""
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -254,15 +258,6 @@ class StoreChannel:
             if missing:
                 raise _timed_out(keys, missing, timeout_s)
             return dict(zip(keys, map(json.loads, store.multi_get(list(keys))), strict=True))
-
-    def report(self, kind: str, fields: Mapping[str, Any]) -> None:
-        _encode(dict(fields))
-
-    def grant(self, checkpoint: str, step: int) -> bool:
-        return True
-
-    def buffer(self, name: str, size_bytes: int) -> int:
-        return memory_buffer(name, size_bytes)
 
     def close(self) -> None:
         """Drop the clones."""

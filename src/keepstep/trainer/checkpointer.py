@@ -21,7 +21,7 @@ import msgspec
 from keepstep.checkpoint.index import Index, check_state_name, file_layout
 from keepstep.checkpoint.keys import signing_key
 from keepstep.checkpoint.layout import FolderName, check_run_id
-from keepstep.checkpoint.restore import Life, restore
+from keepstep.checkpoint.restore import Life, Restore, restore
 from keepstep.checkpoint.saver import SaveJob, Saver
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
@@ -72,6 +72,15 @@ class RunLike(Protocol):
         """Training goes on from `step`."""
 
 
+def _check_cadence(every_steps: int | None, every_seconds: float | None) -> None:
+    if every_steps is not None and every_seconds is not None:
+        raise ConfigError("Checkpointer: give every_steps or every_seconds, not both")
+    if every_steps is not None and every_steps < 1:
+        raise ConfigError(f"Checkpointer: every_steps={every_steps} is not a positive number of steps")
+    if every_seconds is not None and not every_seconds > 0:
+        raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
+
+
 class Checkpointer:
     """Saves and restores `state`.
 
@@ -102,12 +111,7 @@ class Checkpointer:
         ranks wait for one another in a save or a restore. `max_failures` failed saves in a row make the next one raise
         StorageError. Raises ConfigError for a bad argument.
         """
-        if every_steps is not None and every_seconds is not None:
-            raise ConfigError("Checkpointer: give every_steps or every_seconds, not both")
-        if every_steps is not None and every_steps < 1:
-            raise ConfigError(f"Checkpointer: every_steps={every_steps} is not a positive number of steps")
-        if every_seconds is not None and not every_seconds > 0:
-            raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
+        _check_cadence(every_steps, every_seconds)
         for name in state:
             check_state_name(name)
         wanted = frozenset(per_rank) if per_rank is not None else frozenset({"loader"} & set(state))
@@ -164,9 +168,8 @@ class Checkpointer:
             raise ConfigError("Checkpointer: restore() was already called")
         fresh = fresh_start or os.environ.get(frames.ENV_FRESH_START) == "1"
         with self._run.phase("restore"):
-            self._life = restore(
-                self.root,
-                self.state,
+            task = Restore(
+                root=self.root,
                 channel=self._channel,
                 rank=self._run.rank,
                 world_size=self._run.world_size,
@@ -175,9 +178,9 @@ class Checkpointer:
                 cycle=self._run.cycle,
                 only_run=self._only_run,
                 unsigned=self._unsigned,
-                fresh_start=fresh,
                 timeout_s=self._timeout_s,
             )
+            self._life = restore(task, self.state, fresh_start=fresh)
         life = self._life
         if life.checkpoint is not None:
             self._saver.continue_from(life.restored_step, self.root / life.checkpoint, life.parent)
@@ -226,11 +229,8 @@ class Checkpointer:
             )
         try:
             job = self._stage(step)
-        except (
-            ChannelError,
-            StorageError,
-            OSError,
-        ) as error:  # no room to stage: a failed save, which training outlives
+        except (ChannelError, StorageError, OSError) as error:
+            # No room to stage: a failed save, which training outlives.
             self._saver.refuse(step, str(error))
         except Exception as error:  # a value that cannot be saved, or a state_dict() that fails: the script's own error
             self._saver.refuse(step, f"{type(error).__name__}: {error}")

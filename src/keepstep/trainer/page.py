@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any
+from typing import Any, Protocol
 
 from keepstep.records import page as layout
 from keepstep.records.frames import ENV_PAGE_FD
@@ -37,22 +37,18 @@ def open_page() -> tuple[Words, bool]:
     return memoryview(bytearray(layout.PAGE_BYTES)).cast("Q"), False
 
 
-class StepContext:
+class StepContext(Protocol):
     """What `with run.step(n) as s` gives: sections and observations of that step.
 
     `section(name)` returns a context manager whose time is added up under `name`; `observe(...)` reports scalars.
     """
 
-    __slots__ = ("observe", "section")
-
     section: Callable[[str], Any]
     observe: Callable[..., None]
 
-    def __enter__(self) -> StepContext:
-        return self
+    def __enter__(self) -> StepContext: ...
 
-    def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
-        raise NotImplementedError  # the class made in make_steps is the one that is used
+    def __exit__(self, kind: Any, error: Any, tb: Any) -> None: ...
 
 
 def make_steps(
@@ -74,8 +70,14 @@ def make_steps(
     special = -sys.maxsize
     sections: dict[str, Any] = {}
 
-    class Step(StepContext):
-        __slots__ = ()
+    class Step:
+        __slots__ = ("observe", "section")
+
+        section: Callable[[str], Any]
+        observe: Callable[..., None]
+
+        def __enter__(self) -> StepContext:
+            return self
 
         def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
             if kind is None:
