@@ -18,6 +18,27 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "script"
     """"script" (python file), "module" (-m), "exec" (--no-python: any program)."""
     nnodes: int = 1
+    """Nodes that train at most."""
+    min_nodes: int = 1
+    """Nodes that train at least; equal to `nnodes` unless --nnodes MIN:MAX allows the job to shrink."""
+    spares: int = 0
+    """Further nodes that wait warm and take over the ranks of a failed one."""
+    replica_size: int = 1
+    """Ranks of one model-parallel replica: a job shrinks by whole replicas only."""
+    levels: list[str] = []
+    """This node's place, outermost level first (block, spine, leaf, NVLink domain, as far as known)."""
+    topology: str | None = None
+    """File that gives the levels of all nodes; it goes before what nodes say of themselves."""
+    endpoints: list[str] = []
+    """host:port of the coordinator; further ones may take over its journal folder, in this order. Empty: this host only."""
+    token_file: str | None = None
+    """Where the job token was read from; the token itself is in no configuration, environment or command line."""
+    tls: bool = True
+    """Off: agents speak to the coordinator in clear text (still with proof of the token); for benchmarks and loopback."""
+    local_addr: str | None = None
+    """Address of this node for other nodes; None: the one its coordinator sees, or the endpoint's where that is this host."""
+    log_port: int | None = None
+    """Port of the log funnel; None: the coordinator's plus one."""
     nproc: int = 1
     max_restarts: int = 10
     """Real failures that lead to another cycle; disruptions and address-in-use are free."""
@@ -30,6 +51,26 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_hang_s: float = 1800.0
     """Limit before the first step is complete when the hang limit is "auto"."""
     section_timeouts_s: dict[str, float] = {}
+    out_of_section_s: float | None = None
+    """Limit of the time outside every section, once a rank has used one; None: only the limit for no progress at all."""
+    checkpoint_iteration_file: str | None = None
+    """Progress marker of the no-progress stop: a file that holds one integer."""
+    max_no_progress_cycles: int = 3
+    """Failed cycles without progress after which the job stops with `no_restart_exit_code`; 0 switches it off."""
+    min_progress_iterations: int = 1
+    no_restart_exit_code: int = 93
+    stop_on_attribution: str = "log"
+    """What a STOP of attribution does: "log" or "no-restart"."""
+    gpu_memory_reclaim_timeout_s: float = 50.0
+    """How long a restart waits for GPU memory to become free; 0: not at all."""
+    gpu_memory_tolerance_mb: float = 512.0
+    gpu_memory_poll_interval_s: float = 2.0
+    preempt_notice_s: float | None = None
+    """Seconds between SIGTERM and SIGKILL that the scheduler grants; None: `stop_grace_s`."""
+    node_check: int = 1
+    """Level of `keepstep check node` that a node passes before it may join; 0: none."""
+    log_prefix: str | None = None
+    """PREFIX_cycleN.log gets a copy of each cycle's log."""
     stop_grace_s: float = 15.0
     """SIGTERM to SIGKILL when ranks are stopped."""
     capture_s: float = 3.0
@@ -46,6 +87,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     """Signals to the launcher that ask the job to stop."""
     lease_s: float = 5.0
+    """How long a node may be out of touch before it stops its ranks; see docs/architecture.md, leases."""
     join_timeout_s: float = 600.0
     origins: dict[str, str] = {}
     """Field -> "flag", "PET_X" or "default"."""

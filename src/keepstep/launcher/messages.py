@@ -31,8 +31,18 @@ class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="he
     nproc: int
     next_port: int
     next_addr: str
+    """Address under which other nodes reach this one; "" means: as the coordinator sees it."""
     hosts_store: bool = False
     epoch: int = 0
+    nonce: str = ""
+    proof: str = ""
+    """HMAC over the server's challenge by a key from the job token (launcher/trust.py); "" over a Unix socket."""
+    levels: list[str] = []
+    boot_id: str = ""
+    fenced: bool = False
+    """This launcher's ranks were stopped because its lease ran out; it comes back with none running."""
+    problems: list[str] = []
+    """Failed checks of this node (launcher/nodecheck.py): it may not join while there are any."""
 
 
 class Started(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
@@ -119,6 +129,27 @@ class Grant(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="gr
     step: int
 
 
+class WorkloadRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="workload_request"):
+    """A rank asks for something that ends the cycle. `what`: "stop" (the whole job, no restart) or "exclude" (its node)."""
+
+    what: str
+    reason: str
+    rank: int
+    node: str
+
+
+class Operator(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="operator"):
+    """A person's command through the coordinator. `what`: "status", "inject" (with `spec`), "exclude" (with `node`) or "stop"."""
+
+    what: str
+    run_id: str
+    proof: str = ""
+    nonce: str = ""
+    spec: str = ""
+    node: str = ""
+    reason: str = ""
+
+
 class StopRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="stop_request"):
     """The launcher on `node` got a signal: the whole job is asked to stop."""
 
@@ -127,19 +158,36 @@ class StopRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):
-    """Progress sample: steps completed by all local ranks, and when the last of them got there (UTC ns)."""
+    """Renews this node's lease, and is a progress sample: steps completed by all local ranks and when (UTC ns).
+
+    Answered with {lease_s}. `rtt_s`: how long the last one took to be answered; the lease adapts to it.
+    """
 
     completed: int | None = None
     at_ns: int = 0
+    rtt_s: float = 0.0
 
 
-FromAgent = Hello | Started | Fault | Stopped | Note | KvSet | KvGet | KvWait | Grant | StopRequest | Beat
+class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_cycle"):
+    """Ask for the rank map of the current cycle: {ranks, active_nodes, spare_nodes, scatter}."""
+
+
+FromAgent = (
+    Hello | Started | Fault | Stopped | Note | KvSet | KvGet | KvWait | Grant
+    | StopRequest | WorkloadRequest | Operator | Beat | GetCycle
+)  # fmt: skip
 
 
 class CoordinatorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of what the coordinator sends."""
 
     epoch: int
+
+
+class Challenge(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="challenge"):
+    """First message of a connection over a network: the client proves that it has the job token by an HMAC over `nonce`."""
+
+    nonce: str
 
 
 class Reply(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="reply"):
@@ -156,6 +204,11 @@ class Welcome(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True,
     boot_id: str
     anchor_utc_ns: int
     anchor_boot_ns: int
+    lease_s: float = 5.0
+    log_addr: str = ""
+    """host:port of the log funnel, "" when this launcher writes the job's logs itself."""
+    role: str = "active"
+    """"active", "spare" or "waiting" (not placed yet)."""
 
 
 class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="start_cycle"):
@@ -170,7 +223,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     master_addr: str
     master_port: int
     agent_store: bool
-    record: dict[str, Any]
+    node_spans: list[list[Any]] = []
+    """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 
 
 class StopCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="stop_cycle"):
@@ -178,6 +232,13 @@ class StopCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tru
 
     cycle: int
     reason: str
+
+
+class DoInjection(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="do_injection"):
+    """Carry out an injection (keepstep.records.inject) that a person asked for."""
+
+    cycle: int
+    spec: str
 
 
 class AskStop(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="ask_stop"):
@@ -198,4 +259,4 @@ class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     first_failing_rank: int | None = None
 
 
-FromCoordinator = Reply | Welcome | StartCycle | StopCycle | AskStop | End
+FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | End
