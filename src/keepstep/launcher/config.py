@@ -89,5 +89,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 5.0
     """How long a node may be out of touch before it stops its ranks; see docs/architecture.md, leases."""
     join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    """How long the first cycle waits for spares once the nodes that train are there."""
     origins: dict[str, str] = {}
     """Field -> "flag", "PET_X" or "default"."""

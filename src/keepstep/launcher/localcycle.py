@@ -26,9 +26,6 @@ from keepstep.records.inject import Injection
 COLLECTIVE_GRACE_S = 0.5
 """How long a rank blocked in a collective gets between SIGTERM and SIGKILL: it cannot react anyway."""
 SAMPLE_S = 1.0
-MAX_BEAT_S = 60.0
-"""Progress samples in the journal thin out as a cycle grows older, to one in MAX_BEAT_S: the partition takes its exact points from
-checkpoints and ends, and a journal of weeks stays readable."""
 
 
 class LocalRank(msgspec.Struct, kw_only=True):
@@ -88,6 +85,8 @@ class LocalCycle:
         self._over = asyncio.Event()
         self._changed = asyncio.Event()
         self.fault: m.Fault | None = None
+        self.sample: tuple[int, int] | None = None
+        """Steps completed by all local ranks and when (UTC ns), for the next renewal."""
         self._stop_reason: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._progress: dict[int, int] = {}
@@ -131,6 +130,19 @@ class LocalCycle:
         """Stop the ranks: a fault on another node, or the end of the job."""
         self._stop_reason = self._stop_reason or reason
         self._over.set()
+
+    def kill(self, reason: str) -> None:
+        """End the ranks at once, without evidence or grace: they have no right to run any more."""
+        self._stop_reason = self._stop_reason or reason
+        for rank in self._living():
+            rank.signalled = True
+            kill_group(rank.pid, signal.SIGKILL)
+        self._over.set()
+
+    def set_lease(self, expiry_ns: int) -> None:
+        """Until when these ranks may run (CLOCK_MONOTONIC ns), for their own checks."""
+        for rank in self._living():
+            rank.pages.set_lease(expiry_ns)
 
     def ask_stop(self, signum: int) -> None:
         """Ask ranks to stop at their next shared decision; those that have none get SIGTERM. After the grace they are stopped."""
@@ -221,10 +233,7 @@ class LocalCycle:
                 await asyncio.wait_for(self._changed.wait(), timeout)
 
     async def _sample(self) -> None:
-        """About once a second: learn how long progress takes, and tell the coordinator how far all local ranks are."""
-        sent = None
-        begin = time.monotonic()
-        due = begin
+        """About once a second: learn how long progress takes, and note how far all local ranks are."""
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), SAMPLE_S)
@@ -238,18 +247,10 @@ class LocalCycle:
                 self._progress[look.rank] = look.progress_ns
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
-                if sent is None:
+                if self.sample is None:
                     self._host.learn_modules(self)
                 completed, at_ns = _slowest(looks)
-                now = time.monotonic()
-                if completed != sent and now >= due:
-                    due = now + min(MAX_BEAT_S, (now - begin) / 100)
-                    sent = completed
-                    self._host.send(self._beat(completed, at_ns))
-
-    def _beat(self, completed: int, at_ns: int) -> Callable[[int], m.AgentMessage]:
-        at = self._host.anchor.from_monotonic(at_ns)
-        return lambda i: m.Beat(id=i, cycle=self.number, completed=completed, at_ns=at)
+                self.sample = (completed, self._host.anchor.from_monotonic(at_ns))
 
     # ---- to its end
 

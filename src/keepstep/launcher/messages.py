@@ -96,6 +96,10 @@ class Stopped(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
     next_port: int
     culprits: list[int] = []
     leftovers: int = 0
+    problems: list[str] = []
+    """Failed checks of this node: it may not take part in the next cycle."""
+    notes: dict[str, Any] = {}
+    """For the cycle record: memory reclaimed, output lost, evidence that could not be had."""
 
 
 class Note(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="note"):
@@ -208,7 +212,11 @@ class Welcome(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True,
     log_addr: str = ""
     """host:port of the log funnel, "" when this launcher writes the job's logs itself."""
     role: str = "active"
-    """"active", "spare" or "waiting" (not placed yet)."""
+    """"waiting" (nothing has begun), "active" (has ranks in the newest cycle), "spare" or "excluded"."""
+    reason: str = ""
+    """Why this node is excluded."""
+    folder_id: str = ""
+    """What the coordinator's run folder is called inside: a launcher that reads the same in its own shares that folder."""
 
 
 class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="start_cycle"):

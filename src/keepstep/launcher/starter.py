@@ -124,8 +124,7 @@ class RankStarter:
         """Records, pages, pipes and specifications of the local ranks of a cycle. Raises OSError."""
         errors = self._node_dir / "errors"
         errors.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = self._node_dir / f"cycle-{command.cycle:04d}.json"
-        write_atomic(info, to_pretty_json(_cycle_info(self._config.run_id, command)))
+        info = self.write_cycle_info(command)
         self._logs.start_cycle(self._run_dir / "logs" / f"cycle-{command.cycle:04d}.log")
         ranks: list[LocalRank] = []
         specs: list[RankSpec] = []
@@ -145,6 +144,12 @@ class RankStarter:
             specs.append(self._spec(rank, env))
             files.append(self._files(rank, command.cycle))
         return ranks, specs, files
+
+    def write_cycle_info(self, command: m.StartCycle) -> Path:
+        """This node's copy of the cycle record, which KEEPSTEP_CYCLE_INFO names."""
+        info = self._node_dir / f"cycle-{command.cycle:04d}.json"
+        write_atomic(info, to_pretty_json(_cycle_info(self._config.run_id, command)))
+        return info
 
     def _spec(self, rank: LocalRank, env: dict[str, str]) -> RankSpec:
         return RankSpec(
@@ -214,7 +219,7 @@ class RankStarter:
 
     def _new_zygote(self, trial: list[str]) -> Zygote:
         env = zygote_environment(cycle_environment(self._config, None, 0, self._socket, None, None))
-        return Zygote(env, self._config.preload, trial, self._run_dir / "logs" / "zygote.log")
+        return Zygote(env, self._config.preload, trial, self._node_dir / "zygote.log")
 
     def learn(self, imported: set[str]) -> None:
         """Prepare a second zygote with the library modules among `imported`; it serves from the next cycle on."""
@@ -251,6 +256,10 @@ def _end_store(store: HostedStore | None) -> None:
 
 
 def _cycle_info(run_id: str, command: m.StartCycle) -> dict[str, Any]:
+    ranks: list[dict[str, Any]] = []
+    for node, host, count in command.node_spans:
+        first = len(ranks)
+        ranks += [{"rank": first + i, "local_rank": i, "node": node, "host": host} for i in range(count)]
     return {
         "schema": "keepstep.cycle/1",
         "run_id": run_id,
@@ -258,5 +267,6 @@ def _cycle_info(run_id: str, command: m.StartCycle) -> dict[str, Any]:
         "attempt": command.attempt,
         "master_addr": command.master_addr,
         "master_port": command.master_port,
-        **command.record,
+        "ranks": ranks,
+        "active_nodes": [node for node, _, _ in command.node_spans],
     }

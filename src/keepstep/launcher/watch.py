@@ -76,6 +76,10 @@ class RankPages:
         """Tell the rank that the job is asked to stop; it proposes so at its next shared decision."""
         self.words[layout.W_STOP_REQUEST] = 1
 
+    def set_lease(self, expiry_ns: int) -> None:
+        """Tell the rank until when it may run (CLOCK_MONOTONIC ns, 0: no lease)."""
+        self.words[layout.W_LEASE_EXPIRY_NS] = expiry_ns
+
     def imported_names(self) -> list[str]:
         """Modules the rank really imported, in order (not those it found in the zygote)."""
         used = int.from_bytes(self._imports[0:8], "little")

@@ -1,0 +1,88 @@
+"""`keepstep inject SPEC [RUN]`: cause a fault in a running job."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+import time
+from typing import Any
+
+import click
+
+from keepstep.cli.output import emit, output_option
+from keepstep.cli.runs import RUN_HELP, resolve_run, run_argument
+from keepstep.launcher import messages as m
+from keepstep.launcher.operator import UnreachableError, send_operator
+from keepstep.launcher.view import job_view, leader
+from keepstep.records.errors import ConfigError
+from keepstep.records.inject import parse_injection
+
+
+@click.command("inject", epilog=RUN_HELP)
+@click.argument("spec", metavar="SPEC")
+@run_argument
+@click.option("--reason", default="", help="Why; it goes to the coordinator with the command.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@output_option
+def inject(spec: str, run: str | None, reason: str, dry_run: bool, yes: bool, output: str) -> None:
+    """Cause the fault SPEC in a running job, for real: `inject kill@seconds=0,rank=1`, `inject hang@step=500,rank=3`.
+
+    SPEC is written as for `keepstep run --inject`. The run recovers by itself; there is nothing to undo. Goes to the
+    coordinator on this host, which is where the leading launcher runs.
+    """
+    injection = parse_injection(spec)
+    run_dir = resolve_run(run)
+    job = job_view(run_dir, time.time_ns())
+    if job.state != "running":
+        raise UnreachableError(f"run {job.run_id!r} is not running ({job.state}); only a running job can get a fault")
+    where = f"node {injection.node}" if injection.node else f"rank {injection.rank}"
+    when = f"before step {injection.step}" if injection.step is not None else f"after {injection.seconds:g} s"
+    what = f"{injection.kind} at {where}, cycle {injection.cycle}, {when}, in run {job.run_id!r}"
+    lead = leader(run_dir)
+    record: dict[str, Any] = {
+        "schema": "keepstep.action/1",
+        "id": None,
+        "kind": "inject",
+        "run_id": job.run_id,
+        "spec": spec,
+        "reason": reason,
+        "by": _user(),
+        "dry_run": dry_run,
+        "undo": None,
+    }
+    if not dry_run:
+        _confirm(what, yes)
+        message = m.Operator(
+            id=1, what="inject", run_id=job.run_id, spec=spec, node=injection.node or "", reason=_signed(reason)
+        )
+        result = send_operator(run_dir, message)
+        record |= {"id": result.get("id", f"inject-{time.time_ns()}"), "result": result}
+    said = "would inject" if dry_run else f"{record['id']}: injected"
+    text = f"{said} {what} (led from {lead.get('host', '?')})\nundo: none needed; the run recovers by itself"
+    emit(
+        record,
+        output,
+        table=lambda console, _: console.print(text, markup=False, soft_wrap=True),
+        name=lambda r: str(r["id"]),
+    )
+
+
+def _confirm(what: str, yes: bool) -> None:
+    """Ask on a terminal. Raises ConfigError where nobody can be asked, click.Abort when the answer is no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"this would cause {what}; give --yes, or --dry-run to see it only")
+    click.confirm(f"Cause {what}?", abort=True, err=True)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return "unknown"
+
+
+def _signed(reason: str) -> str:
+    return f"{_user()}: {reason}" if reason else _user()
