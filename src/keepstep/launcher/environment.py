@@ -10,6 +10,7 @@ from keepstep.launcher.config import RunConfig
 from keepstep.launcher.messages import StartCycle
 from keepstep.records import frames
 from keepstep.records.codec import to_json
+from keepstep.records.inject import NODE_KINDS, Injection
 
 HIDDEN = ("KEEPSTEP_JOB_TOKEN", "KEEPSTEP_DEBUG")
 
@@ -80,6 +81,7 @@ def cycle_environment(
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         frames.ENV_ATTEMPT: str(command.attempt),
         frames.ENV_CYCLE: str(command.cycle),
+        frames.ENV_PREEMPT_NOTICE_S: f"{stop_notice_s(config):g}",
         frames.ENV_CYCLE_INFO: str(cycle_info),
         "NVRX_CURRENT_CYCLE_INFO": str(cycle_info),
     }
@@ -90,11 +92,7 @@ def cycle_environment(
             str(i) for i in range(config.nproc)
         ]
         env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible[local_rank % len(visible)]}
-    mine = [
-        i
-        for i in config.inject
-        if i.cycle == command.cycle and i.rank == rank and i.step is not None and i.node in (None, config.node)
-    ]
+    mine = [i for i in config.inject if _is_due_in(i, config, command, local_rank)]
     if mine:
         env[frames.ENV_INJECT] = to_json(mine).decode()
     return env
@@ -157,3 +155,25 @@ def uses_trainer(config: RunConfig) -> bool:
         return "keepstep" in Path(config.script).read_text(errors="replace")
     except OSError:
         return False
+
+
+NOTICE_RESERVE_S = 5.0
+
+
+def stop_notice_s(config: RunConfig) -> float:
+    """Seconds that ranks get between a request to stop and being stopped.
+
+    Of the notice that the scheduler grants, NOTICE_RESERVE_S (at most a quarter) is kept for stopping them and for the records.
+    """
+    if config.preempt_notice_s is None:
+        return config.stop_grace_s
+    return config.preempt_notice_s - min(NOTICE_RESERVE_S, config.preempt_notice_s / 4)
+
+
+def _is_due_in(injection: Injection, config: RunConfig, command: StartCycle, local_rank: int) -> bool:
+    """Whether this rank comes to the step of that injection and causes it, or asks its launcher to."""
+    if injection.step is None or injection.cycle != command.cycle or injection.node not in (None, config.node):
+        return False
+    if injection.kind in NODE_KINDS and injection.node is not None:
+        return local_rank == 0
+    return injection.rank == command.first_rank + local_rank

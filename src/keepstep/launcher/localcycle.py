@@ -17,14 +17,17 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.environment import stop_notice_s
 from keepstep.launcher.evidence import RankEvidence, capture, culprits
 from keepstep.launcher.procs import descendants, kill_group, kill_quietly, reap, state_of
-from keepstep.launcher.watch import LEARNED_MIN_S, HangLimits, PageLook
+from keepstep.launcher.watch import HangLimits, PageLook
 from keepstep.records.exits import exit_status_name
 from keepstep.records.inject import Injection
 
 COLLECTIVE_GRACE_S = 0.5
 """How long a rank blocked in a collective gets between SIGTERM and SIGKILL: it cannot react anyway."""
+HURRIED_GRACE_S = 1.0
+"""Grace and time for evidence once the scheduler's notice is as good as over."""
 SAMPLE_S = 1.0
 
 
@@ -80,7 +83,11 @@ class LocalCycle:
         self._config = host.config
         c = host.config
         self._limits = HangLimits(
-            c.monitor_hang, c.start_hang_s, c.section_timeouts_s, LEARNED_MIN_S * 2**learned_hangs
+            c.monitor_hang,
+            c.start_hang_s,
+            c.section_timeouts_s,
+            out_of_section_s=c.out_of_section_s,
+            patience=2.0**learned_hangs,
         )
         self._over = asyncio.Event()
         self._changed = asyncio.Event()
@@ -89,10 +96,12 @@ class LocalCycle:
         """Steps completed by all local ranks and when (UTC ns), for the next renewal."""
         self._stop_reason: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._progress: dict[int, int] = {}
+        self._looks: dict[int, PageLook] = {}
         self._imported: set[str] | None = None
         self._asked_early: int | None = None
         self._stop_deadline: asyncio.TimerHandle | None = None
+        self._grace_s = c.stop_grace_s
+        self._capture_s = c.capture_s
 
     def imported_names(self) -> set[str]:
         """Modules that ranks imported themselves, not finding them in the zygote."""
@@ -114,8 +123,8 @@ class LocalCycle:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
         for injection in self._config.inject:
-            if injection.cycle == self.number and injection.seconds is not None and injection.step is None:
-                loop.call_later(injection.seconds, self._host.do_injection, injection, self)
+            if injection.cycle == self.number and (after_s := injection.timed_s) is not None:
+                loop.call_later(after_s, self._host.do_injection, injection, self)
         if self._limits.fixed_s is not None and not self.expect_steps:
             loop.call_later(self._limits.fixed_s, self._warn_blind)
         if self._asked_early is not None:
@@ -158,9 +167,17 @@ class LocalCycle:
                 rank.signalled = True
                 kill_group(rank.pid, signal.SIGTERM)
         name = signal.Signals(signum).name
+        notice_s = stop_notice_s(self._config)
         self._stop_deadline = asyncio.get_running_loop().call_later(
-            self._config.stop_grace_s, self.stop, f"{name}: the grace of {self._config.stop_grace_s:g} s ran out"
+            notice_s, self._notice_over, f"{name}: the grace of {notice_s:g} s ran out"
         )
+
+    def _notice_over(self, reason: str) -> None:
+        if self._config.preempt_notice_s is not None:
+            # The scheduler kills everything soon: what is left of its notice is for the records.
+            self._grace_s = min(self._grace_s, HURRIED_GRACE_S)
+            self._capture_s = min(self._capture_s, HURRIED_GRACE_S)
+        self.stop(reason)
 
     def _on_exit(self, rank: LocalRank) -> None:
         status = reap(rank.pid)
@@ -226,8 +243,9 @@ class LocalCycle:
                     self._raise_fault("hang", rank, look.progress_ns, now, f"rank {rank.rank}: {why}, {_where(look)}")
                     return
                 earliest = min(earliest, deadline)
-            # A section that opens later cannot be overdue before its own limit has passed.
-            earliest = min([earliest, *(now + s * 1e9 for s in self._config.section_timeouts_s.values())])
+            # A section that opens (or is left) later cannot be overdue before its own limit has passed.
+            given = [*self._config.section_timeouts_s.values(), self._config.out_of_section_s]
+            earliest = min([earliest, *(now + s * 1e9 for s in given if s is not None)])
             timeout = None if earliest == float("inf") else max(0.0, (earliest - time.monotonic_ns()) / 1e9)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout)
@@ -241,10 +259,9 @@ class LocalCycle:
                 return
             looks = [r.pages.look() for r in self.ranks.values()]
             for look in looks:
-                before = self._progress.get(look.rank)
-                if look.has_steps and before is not None and look.phase == "train" and look.progress_ns > before:
-                    self._limits.learn((look.progress_ns - before) / 1e9)
-                self._progress[look.rank] = look.progress_ns
+                if look.rank in self._looks:
+                    self._limits.learn_from(self._looks[look.rank], look)
+                self._looks[look.rank] = look
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
                 if self.sample is None:
@@ -264,7 +281,7 @@ class LocalCycle:
         found: list[RankEvidence] = []
         if self._living() and (self.fault is not None or self._stop_reason is not None):
             living = {r.rank: (r.pid, r.pages) for r in self._living()}
-            found = await capture(living, evidence_dir, self._config.capture_s)
+            found = await capture(living, evidence_dir, self._capture_s)
         captured_ns = time.monotonic_ns()
         ended = {r.rank for r in self.ranks.values() if r.status not in (None, 0)}
         blamed = culprits(found, ended) if self.fault is not None and self.fault.kind == "hang" else []
@@ -283,7 +300,7 @@ class LocalCycle:
             stuck = state_of(rank.pid) in ("T", "t")
             rank.signalled = True
             kill_group(rank.pid, signal.SIGKILL if stuck else signal.SIGTERM)
-        deadline = time.monotonic() + self._config.stop_grace_s
+        deadline = time.monotonic() + self._grace_s
         if in_collective:
             await self._wait_gone(min(time.monotonic() + COLLECTIVE_GRACE_S, deadline))
             for rank in self._living():
@@ -340,6 +357,8 @@ class LocalCycle:
             "culprits": blamed,
             "leftovers": leftovers,
         }
+        if any(look.heartbeat_ns for look in looks.values()):
+            fields["notes"] = {"heartbeats": True}
         return lambda i: m.Stopped(id=i, next_port=0, **fields)  # type: ignore[arg-type]
 
     def _failure(self, rank: LocalRank) -> m.Failure | None:
@@ -353,7 +372,12 @@ class LocalCycle:
             record = _elastic_error(rank.error_path)
         anchor = self._host.anchor
         injected = any(
-            i.kind == "exit" and i.cycle == self.number and i.rank == rank.rank and i.code == rank.status
+            i.cycle == self.number
+            and i.rank == rank.rank
+            and (
+                (i.kind == "exit" and i.code == rank.status)
+                or (i.kind == "oom" and record.get("error_type") == "MemoryError")
+            )
             for i in self._config.inject
         )
         status = rank.status
@@ -406,7 +430,10 @@ def _slowest(looks: list[PageLook]) -> tuple[int, int]:
 def _where(look: PageLook) -> str:
     if not look.attached_ns:
         return "before ks.init()"
-    if not look.has_steps:
-        return f"in phase {look.phase!r} before its first step was complete"
-    inside = f"in step {look.step}" if look.in_step else f"after step {look.step}"
+    if look.has_steps:
+        inside = f"in step {look.step}" if look.in_step else f"after step {look.step}"
+    elif look.trains:
+        inside = "after its last heartbeat"
+    else:
+        inside = f"in phase {look.phase!r} before its first step was complete"
     return inside + (f", section {look.sections[-1][0]!r}" if look.sections else "")
