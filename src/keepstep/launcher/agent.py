@@ -18,7 +18,7 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_id, boot_ns
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import uses_trainer
+from keepstep.launcher.environment import stop_notice_s, uses_trainer
 from keepstep.launcher.files import RunLock, write_durable
 from keepstep.launcher.guard import Guard
 from keepstep.launcher.lead import Child, coordinator_child, is_own, make_folder_id, split_endpoint
@@ -36,7 +36,7 @@ from keepstep.records.cycle import VerdictFile
 from keepstep.records.errors import ConfigError, KeepstepError, StorageError
 from keepstep.records.exits import EXIT_FAILURE
 from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
-from keepstep.records.inject import Injection, parse_injection
+from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
 
 COORDINATOR_LOST_S = 20.0
 LEARN_AFTER_S = 5.0
@@ -382,7 +382,7 @@ class Agent:
         if self._signals == 1:
             self.say(f"{signal.Signals(signum).name}: asking the job to stop (again to stop at once)")
             self.send(lambda i: m.StopRequest(id=i, signum=signum, node=self.config.node))
-            grace = self.config.stop_grace_s + self.config.capture_s + 5
+            grace = stop_notice_s(self.config) + self.config.capture_s + 5
             asyncio.get_running_loop().call_later(grace, self._give_up, signum)
         elif self._cycle is not None:
             self._cycle.stop("interrupted twice")
@@ -399,6 +399,8 @@ class Agent:
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
         """Cause a fault from outside the ranks, with a real signal."""
         if cycle is not self._cycle or (injection.node is not None and injection.node != self.config.node):
+            return
+        if injection.kind in NODE_KINDS and injection.node is None and injection.rank not in cycle.ranks:
             return
         if injection.kind == "coordinator-kill":
             if self._coordinator is not None and self._coordinator.pid is not None:
@@ -464,14 +466,11 @@ class Agent:
                 self._held.pop(next(iter(self._held)))
         return await asyncio.shield(held)
 
-    def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
-        """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude")."""
+    async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
+        """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude"). Raises ChannelError."""
         self.say(f"rank {rank} asks: {what}: {reason}")
-        self.send(
-            lambda i: m.WorkloadRequest(
-                id=i, cycle=cycle, what=what, reason=reason, rank=rank, node=self.config.node
-            )
-        )
+        node = self.config.node
+        await self.send(lambda i: m.WorkloadRequest(id=i, cycle=cycle, what=what, reason=reason, rank=rank, node=node))
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         """Take a mark of a rank; its CLOCK_MONOTONIC times become UTC. The rank does not wait for the disk."""

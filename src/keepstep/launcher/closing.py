@@ -79,7 +79,7 @@ def _never_stepped(job: JobState, failures: list[Failure]) -> bool:
     if not any(r.get("expect_steps") for r in c.started.values()) or len({f.rank for f in failures}) < c.world:
         return False
     stepped = any(k.kind in ("first_step", "step") and k.attempt == job.attempt for k in job.marks)
-    some = any(s.completed for s in c.stopped.values())
+    some = any(s.completed or s.notes.get("heartbeats") for s in c.stopped.values())
     return not stepped and not some and all(says_code_bug(f) for f in failures)
 
 
