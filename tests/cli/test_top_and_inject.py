@@ -23,6 +23,7 @@ import pytest
 from websockets.sync.server import ServerConnection, unix_serve
 
 from keepstep.cli import top as top_module
+from keepstep.cli.inject import parse_now
 from keepstep.cli.top import Watch, headline
 from keepstep.goodput import summarise
 from keepstep.launcher import messages as m
@@ -31,6 +32,7 @@ from keepstep.launcher.journal import Journal, read_marks
 from keepstep.launcher.operator import RefusedByCoordinatorError, UnreachableError, send_operator
 from keepstep.launcher.view import job_view
 from keepstep.records.codec import to_json
+from keepstep.records.inject import Injection
 from tests.cli.story import END, FAULT, FIRST, SECOND, keepstep, write_run
 
 
@@ -143,44 +145,56 @@ class TestInject:
     def test_the_command_reaches_the_coordinator(self, running: Path) -> None:
         answers = (m.Challenge(epoch=1, nonce="n"), m.Reply(epoch=1, id=1, result={"cycle": 1, "id": "A-7"}))
         with coordinator(running, *answers) as got:
-            result = keepstep("inject", "kill@seconds=0,rank=3,cycle=1", running, "--yes", "--reason", "drill")
+            result = keepstep("inject", "kill@rank=3", running, "--yes", "--reason", "drill")
         assert result.exit_code == 0, result.output
         (message,) = got
-        assert (message.what, message.run_id, message.spec) == ("inject", "job-1", "kill@seconds=0,rank=3,cycle=1")
+        assert (message.what, message.run_id, message.spec) == ("inject", "job-1", "kill@rank=3,seconds=0")
         assert message.reason.endswith(": drill")
         record = json.loads(result.stdout)
         assert (record["id"], record["undo"], record["result"]["cycle"]) == ("A-7", None, 1)
 
     def test_a_table_says_what_was_done(self, running: Path) -> None:
         with coordinator(running, m.Reply(epoch=1, id=1, result={})):
-            text = keepstep("inject", "hang@step=9,rank=1", running, "-y", "-o", "table").stdout
-        assert "injected hang at rank 1, cycle 0, before step 9, in run 'job-1'" in text
+            text = keepstep("inject", "partition@rank=1,seconds=3", running, "-y", "-o", "table").stdout
+        assert "injected partition at rank 1 in cycle 1 of run 'job-1'" in text
         assert "undo: none needed" in text
 
     def test_dry_run_and_asking(self, running: Path) -> None:
         with coordinator(running) as got:
-            dry = keepstep("inject", "kill@step=3", running, "--dry-run")
-            asked = keepstep("inject", "kill@step=3", running)
+            dry = keepstep("inject", "kill@rank=0", running, "--dry-run")
+            asked = keepstep("inject", "kill@rank=0", running)
         assert (dry.exit_code, json.loads(dry.stdout)["dry_run"]) == (0, True)
         assert (asked.exit_code, "give --yes" in asked.stderr) == (2, True)
         assert got == []
 
     def test_refused(self, running: Path) -> None:
         with coordinator(running, m.Reply(epoch=1, id=1, ok=False, error="the job is stopping")):
-            result = keepstep("inject", "kill@step=3", running, "-y")
+            result = keepstep("inject", "kill@rank=0", running, "-y")
         assert (result.exit_code, "the job is stopping" in result.stderr) == (1, True)
 
     def test_a_bad_spec_is_found_before_anything_is_sent(self, running: Path) -> None:
-        result = keepstep("inject", "explode@step=3", running, "-y")
-        assert (result.exit_code, "unknown kind 'explode'" in result.stderr) == (2, True)
+        for spec, text in (
+            ("explode", "unknown kind 'explode'"),
+            ("raise@rank=1", "cannot be caused from outside a rank"),
+            ("kill@step=3", "leave out step"),
+            ("kill@seconds=3", "leave out seconds"),
+            ("kill@cycle=3", "leave out cycle"),
+            ("kill@rank=x", "rank='x' is not a int"),
+        ):
+            result = keepstep("inject", spec, running, "-y")
+            assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+
+    def test_a_kind_alone_is_enough(self) -> None:
+        assert parse_now("preempt") == ("preempt@seconds=0", Injection(kind="preempt", seconds=0.0))
+        assert parse_now("partition@node=b")[1] == Injection(kind="partition", node="b", after=0.0)
 
     def test_of_a_job_that_is_not_running(self, tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / "job-1", FIRST)
-        result = keepstep("inject", "kill@step=3", run_dir, "-y")
+        result = keepstep("inject", "kill@rank=0", run_dir, "-y")
         assert (result.exit_code, "is not running (lost)" in result.stderr) == (4, True)
 
     def test_a_coordinator_that_is_away(self, running: Path) -> None:
-        result = keepstep("inject", "kill@step=3", running, "-y")
+        result = keepstep("inject", "kill@rank=0", running, "-y")
         assert (result.exit_code, "does not answer" in result.stderr) == (4, True)
 
 

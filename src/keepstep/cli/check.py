@@ -68,6 +68,7 @@ def node(
 
 
 def _node_table(console: Console, results: list[Any], wide: bool) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -76,7 +77,8 @@ def _node_table(console: Console, results: list[Any], wide: bool) -> None:
     for r in results:
         detail = f"{r.detail}; {r.next_step}" if r.next_step and (wide or r.ok is False) else r.detail
         style = "red" if r.ok is False else "dim" if r.ok is None else ""
-        table.add_row(r.name, WORDS[r.ok], r.value, r.limit, detail.strip("; "), style=style)
+        cells = (r.name, WORDS[r.ok], r.value, r.limit, detail.strip("; "))
+        table.add_row(*map(escape, cells), style=style)
     console.print(table)
 
 

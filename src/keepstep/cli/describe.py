@@ -17,8 +17,9 @@ from keepstep.cli.goodput import find_run
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, output_option
 from keepstep.cli.runs import RUN_HELP, cell, harmless, print_table, ranges, resolve_run
 from keepstep.launcher.events import Event, EventReader
+from keepstep.launcher.runstate import RunState, node_views, take
 from keepstep.launcher.tailing import JournalTail
-from keepstep.launcher.view import RunState, job_view, leader, node_views, read_object, run_id_of, take
+from keepstep.launcher.view import job_view, leader, read_object, run_id_of
 from keepstep.records.cycle import Cycle, RankPlace
 from keepstep.records.errors import ConfigError
 
@@ -55,6 +56,8 @@ def describe(kind: str, name: str | None, run: str | None, cycle: int | None, ou
     else:
         if name is None and kind != "cycles":
             raise ConfigError(f"describe {kind[:-1]} needs a name; `keepstep get {kind}` lists them")
+        if kind == "cycles" and run is None and name not in (None, "current") and not str(name).isdigit():
+            name, run = None, name  # `describe cycle RUN`
         run_dir = find_run(run) if run is not None else resolve_run(None)
         if kind == "nodes":
             record = describe_node(run_dir, str(name))

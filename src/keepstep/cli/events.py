@@ -36,10 +36,13 @@ TABLE_LIMIT = 200
 """Events in a table when no --limit is given."""
 
 
+MAX_VALUE = 160
+"""Characters of one attribute in a table (a traceback is one); JSON has all."""
+
+
 def _attrs(record: dict[str, Any]) -> str:
-    return " ".join(
-        f"{k}={cell(v)}" for k, v in record["attrs"].items() if v not in (None, "", [], {}) and k[-3:] != "_ns"
-    )
+    shown = {k: cell(v) for k, v in record["attrs"].items() if v not in (None, "", [], {}) and not k.endswith("_ns")}
+    return " ".join(f"{k}={v if len(v) <= MAX_VALUE else v[:MAX_VALUE] + '…'}" for k, v in shown.items())
 
 
 COLUMNS = (

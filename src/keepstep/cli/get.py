@@ -25,7 +25,9 @@ from keepstep.cli.runs import (
     run_argument,
     select,
 )
-from keepstep.launcher.view import job_view, node_views, read_object, read_state, run_dirs, run_id_of
+from keepstep.launcher.runstate import node_views, read_state
+from keepstep.launcher.view import brought_up_to_date, job_view, read_object, run_dirs, run_id_of
+from keepstep.records.codec import from_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError
 
@@ -192,7 +194,8 @@ def list_jobs(run: str | None) -> list[Record]:
 
 def list_cycles(run_dir: Path, cycle: int | None) -> list[Record]:
     """Cycle records, oldest first."""
-    return [_plain(c) for c in read_cycles(run_dir) if cycle is None or c.cycle == cycle]
+    cycles = brought_up_to_date(read_cycles(run_dir), run_dir)
+    return [_plain(c) for c in cycles if cycle is None or c.cycle == cycle]
 
 
 def list_nodes(run_dir: Path, _cycle: int | None = None) -> list[Record]:
@@ -250,7 +253,7 @@ def find_cycle(run_dir: Path, cycle: int | None) -> Cycle:
         raise NotFoundError(f"{run_dir / 'cycles'} holds no cycle {'record' if cycle is None else cycle}; {there}")
     path = run_dir / "cycles" / f"cycle-{wanted:04d}.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Cycle)
+        return brought_up_to_date([from_json(path.read_bytes(), Cycle)], run_dir)[0]
     except msgspec.MsgspecError as error:
         raise NotFoundError(f"{path} is not a cycle record: {error}") from error
 

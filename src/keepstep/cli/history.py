@@ -11,6 +11,7 @@ import msgspec
 from keepstep.cli.goodput import load_goodput
 from keepstep.cli.output import emit, format_duration_s, output_option
 from keepstep.cli.runs import RUN_HELP, Column, clock, print_table, resolve_run, run_argument
+from keepstep.launcher.view import brought_up_to_date
 from keepstep.records.cycle import Cycle, Goodput
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def history(run: str | None, output: str) -> None:
 
     CYCLE is attempt/cycle; LOST is the time from the fault before it to its first step. JSON records are keepstep.history/1.
     """
-    record = load_goodput(resolve_run(run), all_attempts=True)
+    run_dir = resolve_run(run)
+    record = load_goodput(run_dir, all_attempts=True)
+    record = msgspec.structs.replace(record, cycles=brought_up_to_date(record.cycles, run_dir))
     lines = cycle_lines(record)
 
     def table(console: Console, wide: bool) -> None:
@@ -121,11 +124,10 @@ def _duration_s(cycle: Cycle) -> float | None:
 
 
 def _totals(record: Goodput, lines: list[CycleLine]) -> list[str]:
-    attempts = len({line.attempt for line in lines})
-    restarts = record.restarts
+    attempts, restarts = len({line.attempt for line in lines}), record.restarts
     ettr = "unknown" if record.ettr is None else f"{record.ettr:.3f}"
     texts = [
-        f"{len(lines)} cycles in {attempts} attempt{'s' * (attempts != 1)}, {restarts.total} restart{'s' * (restarts.total != 1)} "
+        f"{_count(len(lines), 'cycle')} in {_count(attempts, 'attempt')}, {_count(restarts.total, 'restart')} "
         f"({restarts.counted} counted), {format_duration_s(record.wall_s)} of wall-clock, ETTR {ettr}"
     ]
     if record.lost_by_cause:
@@ -134,3 +136,7 @@ def _totals(record: Goodput, lines: list[CycleLine]) -> list[str]:
         ]
         texts.append(f"lost by cause: {', '.join(parts)}")
     return texts
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -15,7 +15,7 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.operator import UnreachableError, send_operator
 from keepstep.launcher.view import job_view, leader
 from keepstep.records.errors import ConfigError
-from keepstep.records.inject import parse_injection
+from keepstep.records.inject import KINDS, OUTSIDE_KINDS, Injection, parse_injection
 
 
 @click.command("inject", epilog=RUN_HELP)
@@ -26,19 +26,19 @@ from keepstep.records.inject import parse_injection
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @output_option
 def inject(spec: str, run: str | None, reason: str, dry_run: bool, yes: bool, output: str) -> None:
-    """Cause the fault SPEC in a running job, for real: `inject kill@seconds=0,rank=1`, `inject hang@step=500,rank=3`.
+    """Cause a fault in a running job, now and for real: `inject kill@rank=1`, `inject node-loss@node=n7`, `inject preempt`.
 
-    SPEC is written as for `keepstep run --inject`. The run recovers by itself; there is nothing to undo. Goes to the
-    coordinator on this host, which is where the leading launcher runs.
+    SPEC is written as for `keepstep run --inject`, without a time. What only a rank can do to itself (raise, nan, ...) must
+    be known when the rank starts, and is for `keepstep run --inject`. The run recovers by itself; there is nothing to undo.
+    Goes to the coordinator on this host, which is where the leading launcher runs.
     """
-    injection = parse_injection(spec)
+    spec, injection = parse_now(spec)
     run_dir = resolve_run(run)
     job = job_view(run_dir, time.time_ns())
     if job.state != "running":
         raise UnreachableError(f"run {job.run_id!r} is not running ({job.state}); only a running job can get a fault")
     where = f"node {injection.node}" if injection.node else f"rank {injection.rank}"
-    when = f"before step {injection.step}" if injection.step is not None else f"after {injection.seconds:g} s"
-    what = f"{injection.kind} at {where}, cycle {injection.cycle}, {when}, in run {job.run_id!r}"
+    what = f"{injection.kind} at {where} in cycle {job.cycle} of run {job.run_id!r}"
     lead = leader(run_dir)
     record: dict[str, Any] = {
         "schema": "keepstep.action/1",
@@ -66,6 +66,25 @@ def inject(spec: str, run: str | None, reason: str, dry_run: bool, yes: bool, ou
         table=lambda console, _: console.print(text, markup=False, soft_wrap=True),
         name=lambda r: str(r["id"]),
     )
+
+
+def parse_now(spec: str) -> tuple[str, Injection]:
+    """A fault that can be caused from outside at this moment: the specification as the coordinator takes it, and what it says.
+
+    Raises ConfigError for a kind that only a rank can carry out, and for a time or cycle.
+    """
+    kind = spec.partition("@")[0]
+    if kind in KINDS and kind not in OUTSIDE_KINDS:
+        raise ConfigError(
+            f"{kind} cannot be caused from outside a rank; a running job can get {', '.join(OUTSIDE_KINDS)}; "
+            f"start the job with `keepstep run --inject {kind}@step=N` for the others"
+        )
+    begin = "after" if kind == "partition" else "seconds"
+    for key in ("step", "cycle", begin):
+        if f"{key}=" in spec:
+            raise ConfigError(f"{spec!r}: a running job gets a fault now, in its current cycle; leave out {key}")
+    whole = f"{spec}{',' if '@' in spec else '@'}{begin}=0"
+    return whole, parse_injection(whole)
 
 
 def _confirm(what: str, yes: bool) -> None:

@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ import msgspec
 from keepstep.cli.events import COLUMNS as EVENT_COLUMNS
 from keepstep.cli.get import COLUMNS as GET_COLUMNS
 from keepstep.cli.output import emit, format_duration_s, output_option
-from keepstep.cli.runs import RUN_HELP, cell, harmless, resolve_run, run_argument
+from keepstep.cli.runs import RUN_HELP, Column, cell, harmless, resolve_run, run_argument
 from keepstep.goodput import partition
 from keepstep.launcher.events import Event, EventReader
+from keepstep.launcher.runstate import RunState, node_views, steps_per_s, take
 from keepstep.launcher.tailing import JournalTail
-from keepstep.launcher.view import JobView, RunState, job_view, node_views, run_id_of, steps_per_s, take
+from keepstep.launcher.view import JobView, job_view, run_id_of
 from keepstep.records.timeline import Mark
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _live(watch: Watch, interval_s: float) -> None:
     ):
         while True:
             watch.update()
-            live.update(screen(watch, console.height, wide=False), refresh=True)
+            live.update(screen(watch, console.width, console.height, wide=False), refresh=True)
             if wait_key(interval_s) in ("q", "Q"):
                 return
 
@@ -141,12 +142,10 @@ def _keys() -> Iterator[Any]:
 
 
 def _print(watch: Watch, console: Console, wide: bool) -> None:
-    # As wide as it needs to be, like every table off the screen.
-    console.width = max(console.width, 240)
-    console.print(screen(watch, 1000, wide=wide))
+    console.print(screen(watch, console.width, 1000, wide=wide))
 
 
-def screen(watch: Watch, height: int, *, wide: bool) -> RenderableType:
+def screen(watch: Watch, width: int, height: int, *, wide: bool) -> RenderableType:
     """What is drawn: headline, progress, nodes, and as many of the last events as `height` lines leave room for."""
     from rich.console import Group
     from rich.text import Text
@@ -155,12 +154,12 @@ def screen(watch: Watch, height: int, *, wide: bool) -> RenderableType:
     nodes = [msgspec.to_builtins(n) for n in node_views(watch.state)]
     shown = nodes if wide else _notable(nodes)
     lines = [Text(text) for text in headline(watch, job)]
-    parts: list[RenderableType] = [*lines, Text(""), _grid(GET_COLUMNS["nodes"][:7], shown)]
+    parts: list[RenderableType] = [*lines, Text(""), _grid(GET_COLUMNS["nodes"][:7], shown, width)]
     if len(shown) < len(nodes):
         parts.append(Text(f"and {len(nodes) - len(shown)} more nodes", style="dim"))
     room = max(1, height - len(lines) - len(shown) - 6)
     events = [msgspec.to_builtins(e) for e in watch.events][-room:]
-    return Group(*parts, Text(""), _grid(EVENT_COLUMNS, events))
+    return Group(*parts, Text(""), _grid(EVENT_COLUMNS, events, width))
 
 
 def headline(watch: Watch, job: JobView) -> list[str]:
@@ -191,14 +190,20 @@ def _notable(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(nodes, key=lambda n: order.get(n["role"], 4))[:MAX_NODES]
 
 
-def _grid(columns: Any, records: list[dict[str, Any]]) -> RenderableType:
+def _grid(columns: Sequence[Column], records: list[dict[str, Any]], width: int) -> RenderableType:
+    """A table that fits: the last column, which says most, is cut at the edge."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     chosen = [c for c in columns if not c.wide]
+    lines = [[cell(column.value(record)) for column in chosen] for record in records]
+    others = zip(*([c.title for c in chosen[:-1]], *(line[:-1] for line in lines)), strict=True)
+    used = sum(max(map(len, texts)) + 2 for texts in others)
     for column in chosen:
-        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis")
-    for record in records:
-        table.add_row(*(Text(cell(column.value(record))) for column in chosen))
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+    for line in lines:
+        last = Text(line[-1])
+        last.truncate(max(1, width - used - 2), overflow="ellipsis")
+        table.add_row(*map(Text, line[:-1]), last)
     return table

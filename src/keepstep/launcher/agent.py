@@ -18,18 +18,20 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_id, boot_ns
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import stop_notice_s, uses_trainer
+from keepstep.launcher.environment import stop_notice_s
 from keepstep.launcher.files import RunLock, write_durable
 from keepstep.launcher.guard import Guard
 from keepstep.launcher.lead import Child, coordinator_child, is_own, make_folder_id, split_endpoint
 from keepstep.launcher.link import Link, RefusedError, Target
 from keepstep.launcher.localcycle import LocalCycle
 from keepstep.launcher.logs import LogThread
+from keepstep.launcher.nodecare import NodeCare
+from keepstep.launcher.nodecycles import NodeCycles
 from keepstep.launcher.procs import become_subreaper, kill_group, kill_quietly, with_environment
 from keepstep.launcher.ranklink import RankServer
 from keepstep.launcher.renewal import SILENCE_SHARE, Renewal, Sample, stand_by
 from keepstep.launcher.spawn import SpawnError
-from keepstep.launcher.starter import PortTakenError, RankStarter
+from keepstep.launcher.starter import RankStarter
 from keepstep.launcher.trust import fence_key
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import VerdictFile
@@ -39,7 +41,6 @@ from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
 from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
 
 COORDINATOR_LOST_S = 20.0
-LEARN_AFTER_S = 5.0
 HELD_KEYS = "decision/"
 MAX_HELD = 64
 HOLD_OPEN_S = 40.0
@@ -71,18 +72,14 @@ class Agent:
         several = len(config.endpoints) > 1
         self._renewal = Renewal(self._link, config.lease_s, several, self._sample, self._on_extended)
         self._coordinator: Child | None = None
-        self._guard: Guard | None = None
         self._fenced = False
+        self._care = NodeCare(config, self.say, self.infrastructure)
         self._problems: list[str] = []
         self._role = ""
-        self._cycle: LocalCycle | None = None
-        self._cycle_number = -1
-        self._cycle_task: asyncio.Task[None] | None = None
-        self._early: list[m.FromCoordinator] = []
-        """Commands about a cycle that is being started."""
+        fenced_job = config.nnodes + config.spares > 1
+        self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if fenced_job else None
+        self._cycles = NodeCycles(self, self._starter, self._care, self._guard)
         self._held: dict[str, asyncio.Future[Any]] = {}
-        self._expect_steps = uses_trainer(config)
-        self._learned_hangs = 0
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -100,11 +97,10 @@ class Agent:
         if self._leads:
             make_folder_id(self.run_dir)
             self._start_coordinator(self.config.endpoints[0] if self.config.endpoints else None)
-        if self.config.nnodes + self.config.spares > 1:
-            self._guard = Guard(self._fence_word(), self._on_lease_over, self.say)
+        if self._guard is not None:
             self._guard.start()
         self._starter.start()
-        self._problems = await self.check_node()
+        self._problems = await self._care.check()
         link: asyncio.Future[Any] = asyncio.ensure_future(self._link.run())
         others: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._renewal.run())]
         standby = self._standby_endpoint()
@@ -140,10 +136,6 @@ class Agent:
     def _over(self) -> bool:
         return self._end is None or self._end.done()
 
-    async def check_node(self) -> list[str]:
-        """What keeps this node from taking part, as sentences; empty when nothing does."""
-        return []
-
     def _leave_verdict(self, message: str) -> None:
         """The launcher itself failed: say so where the coordinator could not."""
         path = self.run_dir / "verdict.json"
@@ -161,9 +153,7 @@ class Agent:
             write_durable(path, to_pretty_json(verdict))
 
     async def _shut_down(self) -> None:
-        if self._cycle is not None and self._cycle_task is not None:
-            self._cycle.stop("the launcher ends")
-            await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
+        await self._cycles.finish(self.config.stop_grace_s + 5)
         self._starter.close()
         if self._guard is not None:
             self._guard.close()
@@ -233,7 +223,7 @@ class Agent:
 
     def _on_hopeless(self, message: str) -> bool:
         """The coordinator does not stay up. Ranks train on without it: better to wait for the disk (say) than to end them."""
-        if self._cycle is not None or self._over:
+        if self._cycles.current is not None or self._over:
             return True
         assert self._end is not None
         self._end.set_exception(KeepstepError(message))
@@ -255,7 +245,7 @@ class Agent:
         own = split_endpoint(self.config.endpoints[0])[0] if networked and self._leads else None
         return m.Hello(
             id=self._link.new_id(),
-            cycle=self._cycle_number,
+            cycle=self._cycles.number,
             run_id=self.run_id,
             node=self.config.node,
             host=socket.gethostname(),
@@ -287,7 +277,7 @@ class Agent:
         }
 
     def _sample(self) -> Sample:
-        cycle = self._cycle
+        cycle = self._cycles.current
         if cycle is None:
             return -1, None, 0
         completed, at_ns = cycle.sample or (None, 0)
@@ -296,8 +286,8 @@ class Agent:
     def _on_extended(self, expiry_ns: int) -> None:
         if self._guard is not None:
             self._guard.extend(expiry_ns)
-            if self._cycle is not None:
-                self._cycle.set_lease(self._guard.expiry_ns)
+            if self._cycles.current is not None:
+                self._cycles.current.set_lease(self._guard.expiry_ns)
 
     def _on_nobody(self, tried_ns: int) -> None:
         """Nobody listened anywhere: no coordinator was up then, and one that starts counts leases from its start."""
@@ -305,14 +295,15 @@ class Agent:
 
     def _on_lease_over(self) -> None:
         """Out of touch for too long: another node may be given these ranks, so they end before that."""
-        if self._cycle is None:
+        cycle = self._cycles.current
+        if cycle is None:
             return
         self.say(
             f"out of touch with the coordinator for the lease of {self._renewal.lease_s:g} s: "
-            f"stopping the ranks of cycle {self._cycle.number}; this node comes back as a spare"
+            f"stopping the ranks of cycle {cycle.number}; this node comes back as a spare"
         )
         self._fenced = True
-        self._cycle.kill("lease over")
+        cycle.kill("lease over")
         self._link.drop()
 
     def send(self, make: Callable[[int], m.AgentMessage]) -> asyncio.Future[Any]:
@@ -327,53 +318,26 @@ class Agent:
             case m.DoInjection():
                 self.inject(command.cycle, command.spec, asked_for=True)
             case m.StartCycle():
-                if command.cycle > self._cycle_number:
-                    self._cycle_number = command.cycle
-                    self._held, self._early = {}, []
-                    self._cycle_task = asyncio.ensure_future(self._run_cycle(command, self._cycle_task))
+                if self._cycles.start(command):
+                    self._held = {}
             case m.StopCycle():
-                if self._starting(command.cycle):
-                    self._early.append(command)
-                else:
-                    self._stop_cycle(command.cycle, command.reason)
+                self._cycles.stop(command.cycle, command.reason)
             case m.AskStop():
-                if self._starting(command.cycle):
-                    self._early.append(command)
-                elif self._cycle is not None and self._cycle.number == command.cycle:
-                    self._cycle.ask_stop(command.signum)
-                elif command.cycle > self._cycle_number:
-                    self._stop_cycle(command.cycle, "stop requested before it began")
+                self._cycles.ask_stop(command.cycle, command.signum)
             case m.End():
                 if not self._end.done():
                     self._end.set_result(command)
 
     def _on_welcome(self, welcome: m.Welcome) -> None:
         self._fenced = False
+        self._renewal.lease_s = max(self._renewal.lease_s, welcome.lease_s)
+        self._renewal.extend(self._link.hello_sent_ns)
         if welcome.role != self._role:
             self._role = welcome.role
             if welcome.role == "excluded":
                 self.say(f"this node is left out of the job: {welcome.reason}; it waits for the job's end")
             elif welcome.role == "spare":
                 self.say("this node is a spare: it waits, warm, to take over the ranks of a node that fails")
-
-    def _starting(self, number: int) -> bool:
-        """Whether this cycle was begun here but has nothing yet that could be stopped."""
-        begun = number == self._cycle_number and self._cycle_task is not None and not self._cycle_task.done()
-        return begun and (self._cycle is None or self._cycle.number != number)
-
-    def _stop_cycle(self, number: int, reason: str) -> None:
-        if self._cycle is not None and self._cycle.number == number:
-            self._cycle.stop(reason)
-        elif number > self._cycle_number:
-            # Told to stop before it was told to start: nothing of it exists here.
-            self._cycle_number = number
-            now = self.anchor.now()
-            empty: dict[str, Any] = {"statuses": {}, "failures": [], "completed": {}, "completed_ns": 0}
-            self.send(
-                lambda i: m.Stopped(
-                    id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._starter.next_port, **empty
-                )
-            )
 
     # ---- signals and injections
 
@@ -384,8 +348,8 @@ class Agent:
             self.send(lambda i: m.StopRequest(id=i, signum=signum, node=self.config.node))
             grace = stop_notice_s(self.config) + self.config.capture_s + 5
             asyncio.get_running_loop().call_later(grace, self._give_up, signum)
-        elif self._cycle is not None:
-            self._cycle.stop("interrupted twice")
+        elif self._cycles.current is not None:
+            self._cycles.current.stop("interrupted twice")
         elif self._signals > 2:
             self._give_up(signum)
 
@@ -398,7 +362,7 @@ class Agent:
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
         """Cause a fault from outside the ranks, with a real signal."""
-        if cycle is not self._cycle or (injection.node is not None and injection.node != self.config.node):
+        if cycle is not self._cycles.current or (injection.node is not None and injection.node != self.config.node):
             return
         if injection.kind in NODE_KINDS and injection.node is None and injection.rank not in cycle.ranks:
             return
@@ -433,7 +397,7 @@ class Agent:
 
     def current_cycle(self) -> int:
         """Number of the cycle whose ranks may talk to this agent."""
-        return self._cycle_number
+        return self._cycles.number
 
     async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
         """Forward a side-channel request of a rank to the coordinator. Raises ChannelError."""
@@ -480,9 +444,9 @@ class Agent:
         attrs: dict[str, Any] = {**fields, **times}
         at_ns = attrs.pop("at_ns", None) or attrs.get("end_ns") or self.anchor.now()
         if kind == "attached":
-            self._expect_steps = True
-            if self._cycle is not None:
-                self._cycle.attached()
+            self._cycles.expect_steps = True
+            if self._cycles.current is not None:
+                self._cycles.current.attached()
         if kind == "quarantined":
             self.say(f"checkpoint {attrs.get('checkpoint')} refused and quarantined: {attrs.get('reason')}")
         self.send(lambda i: m.Note(id=i, cycle=cycle, kind=kind, rank=rank, t_ns=at_ns, attrs=attrs))
@@ -494,124 +458,36 @@ class Agent:
         except (msgspec.MsgspecError, ConfigError) as error:
             return f"not an injection: {error}"
         known = asked_for or injection in self.config.inject
-        if not known or self._cycle is None or cycle != self._cycle.number:
+        current = self._cycles.current
+        if not known or current is None or cycle != current.number:
             return "not one of this run's injections"
-        self.do_injection(injection, self._cycle)
+        self.do_injection(injection, current)
         return None
+
+    # ---- what its cycles need (CycleOwner)
+
+    def refresh_anchor(self) -> None:
+        """Take over the coordinator's clock: its own pair of readings on the same boot, else as measured by renewals."""
+        w = self._link.welcome
+        if w is not None and w.boot_id == boot_id():
+            self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
+        elif self._renewal.clock is not None:
+            self.anchor = self._renewal.clock
+
+    def evidence_folder(self, cycle: int) -> Path:
+        """Where evidence of a cycle goes."""
+        return self.run_dir / "evidence" / f"cycle-{cycle:04d}"
+
+    def failed(self, error: KeepstepError) -> None:
+        """This launcher cannot go on."""
+        if not self._over:
+            assert self._end is not None
+            self._end.set_exception(error)
 
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
         pids = {self._coordinator.pid} if self._coordinator is not None and self._coordinator.pid is not None else set()
         return pids | self._starter.pids() | (self._guard.pids if self._guard is not None else set())
-
-    # ---- cycles
-
-    async def _run_cycle(self, command: m.StartCycle, before: asyncio.Task[None] | None) -> None:
-        try:
-            if before is not None and not before.done() and self._cycle is not None:
-                # This node was given up and comes back: its old ranks end before new ones start beside them.
-                self._cycle.stop(f"cycle {command.cycle} begins")
-            if before is not None:
-                await before
-            await self._run_cycle_to_end(command)
-        except Exception as error:
-            # Nobody awaits this task: without this an error here would leave a launcher that does nothing.
-            assert self._end is not None
-            if not self._end.done():
-                self._end.set_exception(KeepstepError(f"cycle {command.cycle}: {type(error).__name__}: {error}"))
-
-    async def _run_cycle_to_end(self, command: m.StartCycle) -> None:
-        assigned_ns = self.anchor.now()
-        if self._link.welcome is not None:
-            w = self._link.welcome
-            self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
-        try:
-            if command.agent_store and command.node_index == 0:
-                await self._starter.have_store(command.master_port)
-            local, specs, files = self._starter.prepare(command)
-            for rank in local:
-                rank.pages.set_lease(self._guard.expiry_ns if self._guard is not None else 0)
-            cycle = self._cycle = LocalCycle(self, command, local, self._expect_steps, self._learned_hangs)
-            for early in self._early:
-                self._on_command(early)
-            pids, path = await self._starter.spawn(specs, files)
-        except PortTakenError as error:
-            self._starter.new_port()
-            self.say(f"cycle {command.cycle}: port {command.master_port} is in use; another one is taken")
-            self._give_back(command.cycle, str(error))
-            return
-        except (SpawnError, OSError) as error:
-            assert self._end is not None
-            self._end.set_exception(KeepstepError(f"cycle {command.cycle}: cannot start ranks: {error}"))
-            return
-        if self._guard is not None:
-            self._guard.ranks_started(pids.values())
-        cycle.adopt(pids)
-        ranks = [{"rank": r.rank, "local_rank": r.local_rank, "pid": r.pid} for r in cycle.ranks.values()]
-        now = self.anchor.now()
-        started = m.Started(
-            id=0,
-            cycle=command.cycle,
-            ranks=ranks,
-            assigned_ns=assigned_ns,
-            started_ns=now,
-            path=path,
-            expect_steps=self._expect_steps,
-        )
-        self.send(lambda i: msgspec.structs.replace(started, id=i))
-        learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self.learn_modules, cycle)
-        if not command.node_spans:
-            asyncio.ensure_future(self._fetch_rank_map(command)).add_done_callback(lambda t: t.cancelled() or t.exception())
-        if command.agent_store:
-            # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
-            await self._starter.prepare_store()
-        make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
-        learn.cancel()
-        if self._guard is not None:
-            self._guard.ranks_gone()
-        self._starter.take_next_store()
-        self._cycle = None
-        stopped = make(0)
-        self._say_stopped(stopped, cycle)
-        self.learn_modules(cycle)
-        self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._starter.next_port))
-
-    async def _fetch_rank_map(self, command: m.StartCycle) -> None:
-        """In a large job the rank map comes when the ranks already run."""
-        spans = dict(await self.send(lambda i: m.GetCycle(id=i, cycle=command.cycle)))["node_spans"]
-        self._starter.write_cycle_info(msgspec.structs.replace(command, node_spans=spans))
-
-    def _give_back(self, number: int, why: str) -> None:
-        """Report a cycle that could not be started here."""
-        now = self.anchor.now()
-        failure = m.Failure(rank=0, status=1, time_ns=now, error_type="DistNetworkError", message=why)
-        self.send(
-            lambda i: m.Fault(id=i, cycle=number, kind="spawn", rank=0, occurred_ns=now, detected_ns=now, detail=why)
-        )
-        self.send(
-            lambda i: m.Stopped(
-                id=i,
-                cycle=number,
-                statuses={},
-                failures=[failure],
-                completed={},
-                completed_ns=0,
-                captured_ns=now,
-                stopped_ns=now,
-                next_port=self._starter.next_port,
-            )
-        )
-
-    def _say_stopped(self, stopped: m.Stopped, cycle: LocalCycle) -> None:
-        fault = cycle.fault
-        if fault is not None:
-            self._learned_hangs += fault.kind == "hang" and self.config.monitor_hang == "auto"
-            blame = f"; the others wait for rank {', '.join(map(str, stopped.culprits))}" if stopped.culprits else ""
-            self.say(f"cycle {stopped.cycle}: {fault.detail}{blame}")
-
-    def learn_modules(self, cycle: LocalCycle) -> None:
-        """The script has shown which modules it imports."""
-        self._starter.learn(cycle.imported_names())
 
 
 def _listens(path: str) -> bool:

@@ -237,7 +237,9 @@ class Coordinator:
         """Renew a lease. Answered here: nothing of it is journaled, and thousands come every second."""
         lease_s = self.leases.renew(connection.node, message.rtt_s)
         self.job.beat(connection.node, message)
-        reply = m.Reply(epoch=self.journal.epoch, id=message.id, result={"lease_s": lease_s})
+        reply = m.Reply(
+            epoch=self.journal.epoch, id=message.id, result={"lease_s": lease_s, "now_ns": self.anchor.now()}
+        )
         connection.send(to_json(reply).decode())
 
     # ---- the one task that changes state
@@ -541,4 +543,3 @@ def _next_attempt(last: int) -> int:
     """Slurm's restart count when it is ahead of the journal, else the next number."""
     slurm = os.environ.get("SLURM_RESTART_COUNT", "")
     return max(last + 1, int(slurm) if slurm.isdigit() else 0)
-

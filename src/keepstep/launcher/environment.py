@@ -103,7 +103,7 @@ def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
     Paths are those of cycle 0. For people: nothing is created.
     """
-    prefix = _dump_prefix(config, 0)
+    prefix = recorder_prefix(config, 0)
     for name, value in {**NCCL_DEFAULTS, DUMP_FILE: prefix, DUMP_PIPE: prefix}.items():
         setter = _setter(name)
         yield (name, value, "keepstep") if setter is None else (setter, os.environ[setter], "this shell")
@@ -115,7 +115,8 @@ def _setter(name: str) -> str | None:
     return next((n for n in (name, *OTHER_NAMES.get(name, ())) if n in os.environ), None)
 
 
-def _dump_prefix(config: RunConfig, cycle: int) -> str:
+def recorder_prefix(config: RunConfig, cycle: int) -> str:
+    """What torch puts before the rank in the names of flight-recorder dumps and of the pipes that trigger them."""
     return str(Path(config.run_dir) / "nodes" / config.node / "nccl" / f"cycle-{cycle:04d}-rank_")
 
 
@@ -124,7 +125,7 @@ def _dump_paths(config: RunConfig, cycle: int) -> dict[str, str]:
 
     Torch ends the process when it cannot make its pipe, so none is asked for where the file system has no pipes.
     """
-    prefix = _dump_prefix(config, cycle)
+    prefix = recorder_prefix(config, cycle)
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

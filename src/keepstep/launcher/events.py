@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from keepstep.launcher.journal import Record
-from keepstep.launcher.view import record_time
+from keepstep.launcher.runstate import record_time
 from keepstep.records.codec import rfc3339
 from keepstep.records.exits import exit_status_name
 

@@ -98,6 +98,8 @@ class Guard:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if not self._expiry_ns:
+            return
         left_s = max(0.0, (self._expiry_ns - time.monotonic_ns()) / 1e9)
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 

@@ -80,9 +80,13 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     """Name in the evidence folder."""
 
 
-def recorder_in(folder: Path) -> Recorder:
-    """Dumps and pipes in a folder of this node."""
-    return Recorder(dump_prefix=str(folder / "nccl_trace_rank_"), pipe_prefix=str(folder / "nccl_trigger_rank_"))
+def recorder_in(dumps: Path, pipes: Path) -> Recorder:
+    """Dumps in one folder of this node, pipes in another.
+
+    Both must exist before ranks start, and `pipes` must be on a local file system: a rank in which torch cannot make its pipe
+    fails when it makes its process group.
+    """
+    return Recorder(dump_prefix=str(dumps / "nccl_trace_rank_"), pipe_prefix=str(pipes / "nccl_trigger_rank_"))
 
 
 # ---- sockets
@@ -244,9 +248,12 @@ def _wheel_version(library: Path) -> tuple[int, int, int] | None:
 
 
 def _string_version(library: Path) -> tuple[int, int, int] | None:
-    with contextlib.suppress(OSError, ValueError), open(library, "rb") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            match = NCCL_VERSION.search(data)
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(library, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        match = NCCL_VERSION.search(data)
         if match:
             return int(match[1]), int(match[2]), int(match[3])
     return None

@@ -99,8 +99,8 @@ async def collect(
     the NCCL query, which comes last of all, has been known to end the process that it asks.
     """
     try:
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
+        await await_bounded(lambda: folder.mkdir(parents=True, exist_ok=True, mode=0o700), limit_s)
+    except (OSError, TimeoutError) as error:
         item = Item(name="folder", status="failed", detail=str(error))
         return HostEvidence(since_boot_ns=since_boot_ns, until_boot_ns=boot_ns(), hang=hang, items=[item])
     deadline = time.monotonic() + limit_s
@@ -235,7 +235,7 @@ def core_folder(pattern: str, cwd: Path) -> tuple[Path | None, str]:
             return RING_FOLDER, "by systemd-coredump: coredumpctl list"
         return None, f"piped to {pattern[1:].split()[0] if pattern[1:].split() else '?'}"
     if pattern.startswith("/"):
-        return Path(pattern.partition("%")[0]).parent if "%" in pattern else Path(pattern).parent, ""
+        return Path(pattern.partition("%")[0].rpartition("/")[0] or "/"), ""
     return cwd, "in the working directory of the rank"
 
 

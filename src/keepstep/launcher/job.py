@@ -24,7 +24,16 @@ RANK_MARKS_ALL = ("attached",)
 NOTES = frozenset(
     {
         *RANK_MARKS_ALL,
-        *("restored", "first_step", "ckpt_block", "committed", "ckpt_failed", "quarantined", "rollback_announced", "drain"),
+        *(
+            "restored",
+            "first_step",
+            "ckpt_block",
+            "committed",
+            "ckpt_failed",
+            "quarantined",
+            "rollback_announced",
+            "drain",
+        ),
     }
 )
 """Marks that may come from a rank; all others are the coordinator's own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_durable
+from keepstep.records.errors import KeepstepError
 
 MAX_DEATHS = 5
 DEATH_WINDOW_S = 20.0
@@ -192,3 +194,40 @@ def log_child(
         arguments += ["--log-prefix", config.log_prefix]
     log = Path(config.run_dir) / "logs" / "logserver.log"
     return Child("log funnel", "keepstep.launcher.logserver", arguments, log, token if endpoint else None, say)
+
+
+async def lead_alone(config: RunConfig, sockets: Path, token: bytes | None, started_boot_ns: int) -> int:
+    """Keep coordinator and log funnel of a job up until the job is over. Returns 0, or the signal that ended it before.
+
+    Raises KeepstepError when the coordinator does not stay up.
+    """
+    make_folder_id(Path(config.run_dir))
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(signum: int) -> None:
+        if not ended.done():
+            ended.set_result(signum)
+
+    def hopeless(message: str) -> bool:
+        if not ended.done():
+            ended.set_exception(KeepstepError(message))
+        return False
+
+    def say(text: str) -> None:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(signum, end, int(signum))
+    endpoint = config.endpoints[0]
+    children = [
+        coordinator_child(config, sockets, token, started_boot_ns, endpoint, say, hopeless, lambda: end(0), stays=True),
+        log_child(config, sockets, token, endpoint, say),
+    ]
+    for child in children:
+        child.start()
+    try:
+        return await ended
+    finally:
+        for child in children:
+            await child.end(1.0)

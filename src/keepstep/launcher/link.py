@@ -71,6 +71,8 @@ class Link:
         self._cut_until = 0.0
         self.welcomed = asyncio.Event()
         self.welcome: m.Welcome | None = None
+        self.hello_sent_ns = 0
+        """CLOCK_MONOTONIC when the newest Hello was sent: the coordinator has known of this node since then."""
         self.target: Target | None = None
         """Where the newest connection went."""
 
@@ -141,7 +143,8 @@ class Link:
                 self._on_refused(began_ns)
             if self._give_up_s is not None and time.monotonic() - lost_at > self._give_up_s:
                 where = ", ".join(t.address for t in self._targets())
-                raise RefusedError(f"no coordinator at {where} for {self._give_up_s:g} s" + (f": {pin}" if pin else ""))
+                why = str(pin) if pin else "the leading launcher is gone, or its host is"
+                raise RefusedError(f"no coordinator at {where} for {self._give_up_s:g} s: {why}")
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, MAX_RETRY_S) if not self._targets()[0].local else RETRY_S
 
@@ -187,6 +190,7 @@ class Link:
         if self._token is not None:
             proof = prove(self._token, challenge.nonce, hello.run_id, hello.node)
             hello = msgspec.structs.replace(hello, proof=proof)
+        sent_ns = time.monotonic_ns()
         await self._send(connection, hello)
         first = _decode(await asyncio.wait_for(connection.recv(), OPEN_S + 20))
         if isinstance(first, m.Reply):
@@ -196,6 +200,7 @@ class Link:
         if not isinstance(first, m.Welcome) or first.epoch < self._epoch:
             return False
         self._epoch = first.epoch
+        self.hello_sent_ns = sent_ns
         self.welcome = first
         self.welcomed.set()
         self._on_command(first)

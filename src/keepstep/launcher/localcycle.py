@@ -52,7 +52,9 @@ class CycleHost(Protocol):
     """What a cycle needs from the agent."""
 
     config: RunConfig
-    anchor: Anchor
+
+    @property
+    def anchor(self) -> Anchor: ...
 
     def say(self, text: str) -> None: ...
 
@@ -63,6 +65,10 @@ class CycleHost(Protocol):
     def send(self, make: Callable[[int], m.AgentMessage]) -> asyncio.Future[Any]: ...
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None: ...
+
+    async def hang_evidence(self, cycle: LocalCycle, pids: dict[int, int]) -> None:
+        """Take what only ranks that still hang can give, beside their stacks."""
+        ...
 
     def learn_modules(self, cycle: LocalCycle) -> None:
         """The script has shown which modules it imports."""
@@ -270,6 +276,15 @@ class LocalCycle:
                 self.sample = (completed, self._host.anchor.from_monotonic(at_ns))
 
     # ---- to its end
+
+    async def over(self) -> None:
+        """Wait until something ends the cycle here; its ranks may still run."""
+        await self._over.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by its ranks leaving on their own with status 0."""
+        return self.fault is not None or self._stop_reason is not None
 
     async def run(self, evidence_dir: Path) -> Callable[[int], m.Stopped]:
         """Wait until the cycle is over on this node, stop what is left, and return the message that says how it ended."""

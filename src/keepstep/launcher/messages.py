@@ -54,6 +54,8 @@ class Started(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
     path: str = "fork"
     expect_steps: bool = False
     """Whether the script is expected to attach through the trainer library."""
+    notes: dict[str, Any] = {}
+    """For the cycle record: GPU memory before this start."""
 
 
 class Fault(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="fault"):
@@ -164,7 +166,8 @@ class StopRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, t
 class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):
     """Renews this node's lease, and is a progress sample: steps completed by all local ranks and when (UTC ns).
 
-    Answered with {lease_s}. `rtt_s`: how long the last one took to be answered; the lease adapts to it.
+    Answered with {lease_s, now_ns} (the coordinator's clock, UTC). `rtt_s`: how long the last one took to be answered, to which
+    the lease adapts.
     """
 
     completed: int | None = None

@@ -249,7 +249,10 @@ RULES: tuple[tuple[str, Callable[[Ended], Outcome | None]], ...] = (
     ("config_or_code_bug: a rank exited 42 -> end, 42", _exit_42),
     ("same_failure_twice: same fingerprint, no progress between -> end, 42", _repeated),
     ("failed_before_first_step: every rank of a script with steps, by itself -> end, 42", _never_stepped),
-    ("no_progress: --max-no-progress-cycles failed cycles without progress -> end, --no-restart-exit-code", _no_progress),
+    (
+        "no_progress: --max-no-progress-cycles failed cycles without progress -> end, --no-restart-exit-code",
+        _no_progress,
+    ),
     (f"address_in_use: the store's port was taken -> restart, free, at most {MAX_PORT_RETRIES} times", _port_in_use),
     ("node_lost: a node went away -> restart, free", _disruption),
     ("node_excluded: a node was taken out (checks, run.request_exclude_node) -> restart, free", _node_excluded),
