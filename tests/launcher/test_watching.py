@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ run.finish()
 @pytest.mark.parametrize(
     ("where", "flags", "said"),
     [
-        ("inside", ("--section-timeout", "outer=1.5"), "section 'outer' open for 1.5 s, in step 3"),
-        ("outside", ("--out-of-section-timeout", "1.5"), "in no section for 1.5 s, in step 3"),
+        ("inside", ("--section-timeout", "outer=1"), "section 'outer' open for 1 s, in step 3"),
+        ("outside", ("--out-of-section-timeout", "1"), "in no section for 1 s, in step 3"),
     ],
 )
 def test_time_in_and_out_of_sections_is_limited(where: str, flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -65,17 +64,17 @@ def test_a_script_of_heartbeats_is_watched_and_has_no_steps(tmp_path: Path) -> N
         run.heartbeat()
         if os.environ["KEEPSTEP_CYCLE"] == "0":
             begin = time.monotonic()
-            while time.monotonic() < begin + 2:
+            while time.monotonic() < begin + 1.2:
                 run.heartbeat()
                 time.sleep(0.01)
             time.sleep(3600)
         run.finish()
     """
-    code, launch = run(tmp_path, script, *QUICK, "--hang-timeout", "1")
+    code, launch = run(tmp_path, script, *QUICK, "--hang-timeout", "0.6")
     assert code == 0, launch.output
     fault = launch.cycles[0].fault
-    assert fault is not None and "no progress for 1 s, after its last heartbeat" in fault["detail"]
-    assert launch.mark("fault").t_ns - launch.mark("attached").t_ns > 2_000_000_000, "heartbeats were progress"
+    assert fault is not None and "no progress for 0.6 s, after its last heartbeat" in fault["detail"]
+    assert launch.mark("fault").t_ns - launch.mark("attached").t_ns > 1_200_000_000, "heartbeats were progress"
     assert launch.summary["productive_s"] is None
 
 
@@ -159,7 +158,7 @@ import time
 import keepstep.checkpoint.saver as saver
 write = saver._write_own
 def slow(job, path):
-    time.sleep(3)
+    time.sleep(1.5)
     return write(job, path)
 saver._write_own = slow
 """
@@ -169,19 +168,45 @@ def test_a_save_that_does_not_fit_into_the_notice_is_left_out(tmp_path: Path) ->
     script = SLOW_DISK + training(total=100000, every=100000).replace(
         "while step", "ckpt.save(step); ckpt.wait()\nwhile step"
     )
-    flags = ("--standalone", "--nproc-per-node", "2", "--preempt-notice", "8")
+    flags = ("--standalone", "--nproc-per-node", "2", "--preempt-notice", "5")
     launch = Launch(tmp_path, script, *flags)
     launch.wait_line(r"^completed 12$", count=2)
-    asked = time.monotonic()
     launch.signal(signal.SIGTERM)
     assert launch.finish() == 143
-    assert time.monotonic() - asked < 6, "it did not wait for the end of the notice"
     assert launch.verdict["cause"] == "preempted"
     assert launch.verdict["last_committed_step"] == 0
     said = launch.wait_line(
-        r"stopping after step (\d+) without a save: a save may take 4\.\d s and \d\.\d s of the notice"
+        r"stopping after step (\d+) without a save: a save may take 2\.\d s and \d\.\d s of the notice"
     )
     assert next(line for line in launch.lines if line.startswith("end ")).split()[1] == said.group(1)
+
+
+def test_after_a_rank_asked_for_the_end_nothing_more_is_committed(tmp_path: Path) -> None:
+    script = training(total=100000, every=10).replace(
+        "    step += 1\n",
+        """    step += 1
+    if step == 13:
+        run.announce_rollback(12, "a step is replayed")
+    if step == 15:
+        if run.rank == 1:
+            run.request_stop("converged")
+            print("asked", flush=True)
+        dist.barrier()
+        ckpt.save(step)
+        ckpt.wait()
+""",
+    )
+    code, launch = run(tmp_path, script, "--standalone", "--nproc-per-node", "2")
+    assert code != 0
+    launch.wait_line("^asked")
+    verdict = launch.verdict
+    assert (verdict["cause"], verdict["message"], verdict["last_committed_step"]) == (
+        "workload_request",
+        "converged",
+        10,
+    )
+    assert launch.mark("rollback_announced").attrs == {"to_step": 12, "reason": "a step is replayed"}
+    assert len(launch.cycles) == 1
 
 
 def test_requests_without_a_launcher(tmp_path: Path) -> None:
