@@ -47,12 +47,13 @@ class SimulatedAgent:
     index: int
     sock: socket.socket
     node: str
-    shaken: bool
-    """TLS is established, or there is none."""
+    shaken: bool = False
+    """Connected, and TLS is established where there is any."""
     upgraded: bool = False
     welcomed: bool = False
     last_id: int = 0
     cycle: int = -1
+    first_rank: int = 0
     beat_sent_s: float = 0.0
     rtt_s: float = 0.0
     buffer: bytearray = field(default_factory=bytearray)
@@ -76,6 +77,8 @@ class Fleet:
         self.last_s: dict[str, float] = {}
         self.beat_rtts_s: list[float] = []
         self.map_bytes = 0
+        self.first_ranks: dict[int, list[int]] = {}
+        """Cycle -> what every StartCycle of it said; each agent must get ranks of its own."""
         self._address = address
         self._run_id = run_id
         self._token = token
@@ -91,13 +94,11 @@ class Fleet:
         """Let every agent connect at once; returns when (monotonic seconds)."""
         self._began_s = self._beat_at_s = time.monotonic()
         for index in range(self._count):
-            sock: socket.socket = socket.socket()
+            sock = socket.socket()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
             sock.connect_ex(self._address)
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_hostname="keepstep", do_handshake_on_connect=False)
-            agent = SimulatedAgent(index, sock, f"node-{index:04d}", shaken=False)
+            agent = SimulatedAgent(index, sock, f"node-{index:04d}")
             self.agents.append(agent)
             self._by_fd[sock.fileno()] = agent
             # EPOLLOUT says that the connection is there; once it is, only EPOLLIN matters.
@@ -172,6 +173,12 @@ class Fleet:
 
     def _shake(self, agent: SimulatedAgent) -> bool:
         """The connection is there: finish TLS if there is any, and ask for a WebSocket. False: not yet."""
+        if error := agent.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            sys.exit(f"coordinator_scale: agent {agent.index} cannot connect: {os.strerror(error)}")
+        if self._context is not None and not isinstance(agent.sock, ssl.SSLSocket):
+            agent.sock = self._context.wrap_socket(
+                agent.sock, server_hostname="keepstep", do_handshake_on_connect=False
+            )
         if isinstance(agent.sock, ssl.SSLSocket):
             try:
                 agent.sock.do_handshake()
@@ -183,8 +190,6 @@ class Fleet:
             if agent.index == 0:
                 # All would find the same key; checking it is a client's work and no part of what is measured.
                 check_pin(agent.sock, self._token)
-        elif error := agent.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            sys.exit(f"coordinator_scale: agent {agent.index} cannot connect: {os.strerror(error)}")
         self._epoll.modify(agent.sock, select.EPOLLIN)
         agent.shaken = True
         self._count_event("connected")
@@ -277,7 +282,8 @@ class Fleet:
 
     def _start(self, agent: SimulatedAgent, command: m.StartCycle) -> None:
         """Ranks are there at once, ask for the rank map where it is not in the command, and attach."""
-        agent.cycle = command.cycle
+        agent.cycle, agent.first_rank = command.cycle, command.first_rank
+        self.first_ranks.setdefault(command.cycle, []).append(command.first_rank)
         now = time.time_ns()
         ranks = [
             {"rank": command.first_rank + k, "local_rank": k, "pid": agent.pid + 1 + k} for k in range(RANKS)
@@ -295,8 +301,7 @@ class Fleet:
 
     def _stop(self, agent: SimulatedAgent, cycle: int, status: int) -> None:
         now = time.time_ns()
-        first = agent.index * RANKS
-        ranks = [str(first + k) for k in range(RANKS)]
+        ranks = [str(agent.first_rank + k) for k in range(RANKS)]
         failures = [
             m.Failure(rank=int(rank), status=status, time_ns=now, cascade=True, stopped_by_us=True) for rank in ranks
         ]

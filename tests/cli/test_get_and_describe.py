@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,16 @@ class TestJobs:
         get("jobs")
         with (story / "lead.lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @pytest.mark.parametrize(
+        ("host", "age_s", "state"), [("elsewhere", 5, "running"), ("elsewhere", 60, "lost"), ("", 5, "lost")]
+    )
+    def test_led_from_another_host_whose_lock_cannot_be_seen(
+        self, story: Path, host: str, age_s: int, state: str
+    ) -> None:
+        (story / "lead.lock").write_text(json.dumps({"host": host or socket.gethostname(), "pid": 1}))
+        os.utime(story / "journal" / "000001.jsonl", (time.time() - age_s,) * 2)
+        assert get("jobs")[0]["state"] == state
 
     def test_ended_from_the_journal_and_from_its_summary_alike(self, home: Path) -> None:
         run_dir = write_run(home / "job-1", [*FIRST, *FAULT, *SECOND, *END])
@@ -306,3 +317,11 @@ class TestDescribe:
         ):
             result = keepstep("describe", *args)
             assert (result.exit_code, text in result.stderr) == (code, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    "verb", ["get", "describe", "events", "logs", "history", "top", "inject", "convert", "convert cycle-info"]
+)
+def test_every_verb_has_help(verb: str) -> None:
+    result = keepstep(*verb.split(), "--help")
+    assert (result.exit_code, "Usage: " in result.stdout) == (0, True)

@@ -90,13 +90,16 @@ def events(
         return event.time >= begin and (cycle is None or event.cycle == cycle) and kind_matches(event.kind, kinds)
 
     tail, reader = JournalTail(run_dir), EventReader(run_id_of(run_dir))
-    records = [msgspec.to_builtins(e) for e in reader.read(tail.poll()) if keep(e)]
     # By time: a fact may reach the journal after later ones did.
-    records = sorted(select(records, wanted), key=lambda r: str(r["time"]))
+    found = sorted((e for e in reader.read(tail.poll()) if keep(e)), key=lambda e: e.time)
+    if wanted:
+        chosen = select([msgspec.to_builtins(e) for e in found], wanted)
+        found = [msgspec.convert(r, Event) for r in chosen]
     most = (TABLE_LIMIT if output == "table" else 0) if limit is None else limit
-    if most and len(records) > most:
-        note(f"showing the newest {most} of {len(records)} events; --limit 0 shows all")
-        records = records[-most:]
+    if most and len(found) > most:
+        note(f"showing the newest {most} of {len(found)} events; --limit 0 shows all")
+        found = found[-most:]
+    records = [msgspec.to_builtins(e) for e in found]
     if not follow:
         emit(
             records,

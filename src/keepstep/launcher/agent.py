@@ -175,7 +175,9 @@ class Agent:
 
     def say(self, text: str) -> None:
         """One line for the user, also in logs/launcher.log."""
-        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            # Whoever read it may be gone; that stops nothing.
+            print(f"keepstep: {text}", file=sys.stderr, flush=True)
         own = self.run_dir / "nodes" / self.config.node
         folder = self.run_dir / "logs" if self._leads else own
         with contextlib.suppress(OSError), (folder / "launcher.log").open("a") as log:
@@ -330,7 +332,8 @@ class Agent:
 
     def _on_welcome(self, welcome: m.Welcome) -> None:
         self._fenced = False
-        self._renewal.lease_s = max(self._renewal.lease_s, welcome.lease_s)
+        # Not the longer one that it may have had: no more than this was promised to this Hello.
+        self._renewal.lease_s = welcome.lease_s
         self._renewal.extend(self._link.hello_sent_ns)
         if welcome.role != self._role:
             self._role = welcome.role
@@ -378,11 +381,11 @@ class Agent:
         elif injection.kind == "preempt":
             self.say("injecting preempt: SIGTERM to this launcher")
             os.kill(os.getpid(), signal.SIGTERM)
-        elif injection.rank in cycle.ranks and cycle.ranks[injection.rank].status is None:
-            self.say(f"injecting {injection.kind} on rank {injection.rank}")
-            kill_quietly(
-                cycle.ranks[injection.rank].pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP
-            )
+        elif injection.kind in ("kill", "stop") and injection.rank in cycle.ranks:
+            rank = cycle.ranks[injection.rank]
+            if rank.status is None:
+                self.say(f"injecting {injection.kind} on rank {injection.rank}")
+                kill_quietly(rank.pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
 
     def _lose_node(self, cycle: LocalCycle) -> None:
         """What the loss of a host looks like to everybody else: all that runs here is gone at once, and nobody says so."""

@@ -37,6 +37,8 @@ from keepstep.records.codec import from_json, to_json, to_pretty_json
 from keepstep.records.cycle import Cycle
 
 CHANGES_VIEW = ("cycle", "started", "stopped")
+TIMED = ("node", "excluded", "decision", "workload", "stop_request")
+"""Records that no mark stands beside: they carry their own time, for people."""
 OUTGOING_MAX = 2000
 """Messages that may wait for one connection before it is given up."""
 HOLD_OPEN_S = 30.0
@@ -105,7 +107,7 @@ class Coordinator:
         new = not opens or opens[-1]["launch"] != launch
         self.attempt = _next_attempt(self.job.attempt) if new else self.job.attempt
         self.servers: list[Any] = []
-        self.leases = LeaseBook(config.lease_s)
+        self.leases = LeaseBook(config.lease_s, longest_s=self.job.longest_lease_s)
         self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._connections: dict[str, Connection] = {}
         self._waiters: list[tuple[str, m.KvWait, float]] = []
@@ -287,6 +289,8 @@ class Coordinator:
         def take(new: list[Record]) -> None:
             nonlocal changed
             for record in new:
+                if record["type"] in TIMED:
+                    record.setdefault("t_ns", self.anchor.now())
                 self.job.apply(record)
                 if record["type"] in ("decision", "verdict") and self.job.cycle is not None:
                     # Taken now: the next record of this batch may already open the next cycle.
@@ -310,6 +314,8 @@ class Coordinator:
             elif message is not None:
                 replies.append((node, self._handle(node, message, take)))
         take(self.job.step_mark(self.anchor.now()))
+        if self.leases.wanted_s > self.leases.longest_s:
+            take([{"type": "lease", "longest_s": self.leases.wanted_s}])
         if self._join_expired and self.job.phase == "forming":
             take(self.job.give_up_joining(self.anchor.now(), self.config.join_timeout_s))
         self._join_expired = False
@@ -318,6 +324,7 @@ class Coordinator:
         if changed and self.job.cycle is not None and self.job.last_cycle not in views:
             views[self.job.last_cycle] = cycle_record(self.job, ended=False)
         await self._make_durable(records, views)
+        self.leases.longest_s = max(self.leases.longest_s, self.job.longest_lease_s)
         for node, reply in replies:
             if not (isinstance(reply, m.Reply) and reply.id < 0):
                 self._send(node, reply)
@@ -391,7 +398,9 @@ class Coordinator:
                 command = m.DoInjection(epoch=epoch, cycle=job.cycle.number, spec=message.spec)
                 for node in self._connections:
                     self._send(node, command)
-                return [], m.Reply(epoch=epoch, id=message.id, result={"cycle": job.cycle.number})
+                what = {"spec": message.spec, "reason": message.reason, "t_ns": self.anchor.now()}
+                reply = m.Reply(epoch=epoch, id=message.id, result={"cycle": job.cycle.number})
+                return [{"type": "injection", "cycle": job.cycle.number, **what}], reply
             case "stop" if job.stop is None and job.phase != "done":
                 return [{"type": "stop_request", "signum": 15, "node": "operator"}], m.Reply(epoch=epoch, id=message.id)
         return [], m.Reply(epoch=epoch, id=message.id, ok=False, error=f"cannot do {message.what!r} now")
@@ -432,7 +441,7 @@ class Coordinator:
 
     def _command_all(self) -> None:
         """Tell every node what follows from the state, where that has changed since it was last told anything."""
-        encoded: dict[int, str] = {}
+        encoded: dict[type[m.FromCoordinator], str] = {}
         for node, connection in self._connections.items():
             if connection.told_version == self.job.version or not connection.welcomed:
                 continue
@@ -440,10 +449,10 @@ class Coordinator:
             command = self.job.command_for(node)
             if command is None:
                 continue
-            # The same object for all but StartCycle: encoded once.
-            text = encoded.get(id(command))
-            if text is None:
-                text = encoded[id(command)] = to_json(command).decode()
+            # Every node is told the same, but for StartCycle: encoded once.
+            text = encoded.get(type(command))
+            if text is None or isinstance(command, m.StartCycle):
+                text = encoded[type(command)] = to_json(command).decode()
             if connection.last_command != text:
                 connection.last_command = text
                 connection.send(text)

@@ -28,10 +28,11 @@ def read_marker(path: str | None) -> int | None:
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_MARKER_BYTES + 1)
-        value = int(text.decode("ascii"))
+        digits = text.decode("ascii").strip()
     except (OSError, ValueError):
         return None
-    return value if value >= 0 and len(text) <= MAX_MARKER_BYTES else None
+    # int() would take more than digits: signs, underscores.
+    return int(digits) if digits.isdigit() and len(text) <= MAX_MARKER_BYTES else None
 
 
 def after_failed_cycle(progress: Progress, marker: int | None, min_growth: int, rolled_back: bool) -> Progress:

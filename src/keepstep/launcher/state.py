@@ -196,6 +196,8 @@ class JobState:
         self.committed_known = False
         """Whether the script's checkpoints have told how far it is."""
         self.progress = Progress()
+        self.longest_lease_s = 0.0
+        """Longest lease that any coordinator of this job may have given."""
         self._joins = 0
 
     @property
@@ -210,7 +212,7 @@ class JobState:
     def apply(self, record: Record) -> None:
         """Change the state by one journal record."""
         kind = record["type"]
-        if kind not in ("mark", "kv", "grant", "reported"):
+        if kind not in ("mark", "kv", "grant", "reported", "lease"):
             self.version += 1
         getattr(self, f"_apply_{kind}")(record)
 
@@ -255,7 +257,7 @@ class JobState:
     def _apply_node(self, r: Record) -> None:
         known = self.nodes.get(r["node"])
         self._joins += known is None
-        fields = {k: v for k, v in r.items() if k not in ("type", "seq")}
+        fields = {k: v for k, v in r.items() if k not in ("type", "seq", "t_ns")}
         node = msgspec.convert({"joined": known.joined if known is not None else self._joins, **fields}, NodeState)
         self.nodes[node.node] = node
         self.seen_levels[node.node] = node.levels
@@ -321,6 +323,12 @@ class JobState:
 
     def _apply_grant(self, r: Record) -> None:
         """Nothing to remember: the record itself is what must exist before a marker may."""
+
+    def _apply_lease(self, r: Record) -> None:
+        self.longest_lease_s = max(self.longest_lease_s, r["longest_s"])
+
+    def _apply_injection(self, r: Record) -> None:
+        """For the record only."""
 
     def _apply_stop_request(self, r: Record) -> None:
         if self.stop is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keepstep.launcher.journal import Record, _parse, epoch_path, epochs
+from keepstep.launcher.journal import Record, parse_line, epoch_path, epochs
 
 
 class JournalTail:
@@ -46,7 +46,7 @@ class JournalTail:
         """First record of an epoch, None while it is not whole."""
         with epoch_path(self._run_dir, epoch).open("rb") as file:
             line = file.readline()
-        return _parse(line, 0) if line.endswith(b"\n") else None
+        return parse_line(line, 0) if line.endswith(b"\n") else None
 
     def _read(self, limit: int | None) -> list[Record]:
         """Whole appends since the last read; `limit`: records of the run that count, with those given already."""
@@ -58,7 +58,7 @@ class JournalTail:
             file.seek(offset)
             for line in file:
                 # A bad line is no end for ever: on a network file system it may be one that is still arriving.
-                record = _parse(line, seq) if line.endswith(b"\n") else None
+                record = parse_line(line, seq) if line.endswith(b"\n") else None
                 if record is None:
                     break
                 offset, seq = offset + len(line), seq + 1
