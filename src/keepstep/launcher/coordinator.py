@@ -497,7 +497,7 @@ class Coordinator:
                 since["enough"] = now
             if forming and now - since["incomplete"] > self.config.join_timeout_s:
                 self._join_expired = True
-            self._last_call = now - since["enough"] > self.config.last_call_s or job.last_cycle >= 0
+            self._last_call = now - since["enough"] > self.config.last_call_s
             if job.phase != "done":
                 late = self.leases.expired(n for n in job.nodes if job.shape.movable)
                 # With nobody else there is nobody to give its ranks to, and nobody who waits for them.

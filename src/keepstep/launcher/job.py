@@ -133,7 +133,8 @@ class Job(JobState):
         records: list[Record] = []
         c = self.cycle
         running = c is not None and self.phase in ("running", "stopping") and hello.node in c.index
-        if running and known is not None and (other or (hello.fenced and c is not None and hello.cycle == c.number)):
+        fenced = hello.fenced and c is not None and hello.cycle == c.number and hello.node not in c.lost
+        if running and known is not None and (other or fenced):
             # Another life of that launcher, or its lease ran out: the ranks it had are dead, and nobody else will tell.
             why = "its launcher was started again" if other else "its lease ran out and it stopped its ranks"
             records.append({"type": "node_lost", "node": hello.node, "t_ns": now_ns, "why": why})
@@ -289,10 +290,10 @@ class Job(JobState):
         if self.usable() < shape.min_nodes:
             self.waiting = f"{self.usable()} usable nodes of {shape.min_nodes}"
             return []
-        here = [n for n in self.nodes.values() if n.node not in self.excluded and connected(n.node)]
+        known = [n for n in self.nodes.values() if n.node not in self.excluded]
         placed = place(
             Shape(nnodes=shape.nnodes, min_nodes=shape.min_nodes, spares=shape.spares, replica_size=shape.replica_size),
-            [self._candidate(n) for n in here],
+            [self._candidate(n) for n in known],
             [(n, k) for n, _, k in self.layout] or None,
             {n for n, _, _ in self.layout if n not in self.nodes or n in self.excluded},
             places={n: self._levels(n) for n in self.seen_levels},
@@ -301,6 +302,11 @@ class Job(JobState):
         )
         if isinstance(placed, Waiting):
             self.waiting = placed.reason
+            return []
+        away = [n.name for n in placed.nodes if not connected(n.name)]
+        if away:
+            # No other in its place yet: it may only be on its way back, as all are when the coordinator is a new one.
+            self.waiting = f"not connected: {', '.join(away)}"
             return []
         self.waiting = None
         return self._start_cycle(placed, now_ns)

@@ -11,7 +11,7 @@ from keepstep.goodput import cycle_phases, summarise
 from keepstep.launcher.files import write_durable
 from keepstep.launcher.state import CycleState, JobState
 from keepstep.records.codec import from_json, rfc3339, to_pretty_json
-from keepstep.records.cycle import Cycle, RankPlace, Recovery
+from keepstep.records.cycle import RECOVERY_TIMES, Cycle, RankPlace, Recovery
 from keepstep.records.timeline import Mark
 
 
@@ -57,10 +57,13 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         restored_checkpoint=c.restored_checkpoint,
         recovery=None if is_first else _recovery(c),
         phases=cycle_phases(marks, c.number),
+        times=_times(mine),
         scatter=c.scatter,
         ranks=[RankPlace(**p) for p in c.places()],
         active_nodes=c.nodes,
         spare_nodes=c.spares,
+        substituted=c.substituted,
+        node_notes=_notes(c),
         counted=bool(decided is not None and decided.attrs.get("counted")),
         master_addr=c.master_addr,
         master_port=c.master_port,
@@ -72,6 +75,28 @@ def _recovery(c: CycleState) -> Recovery:
     if c.path != "respawn":
         return "spare"
     return "checkpoint" if c.restored_from == "disk" else "respawn"
+
+
+def _times(marks: list[Mark]) -> dict[str, str]:
+    times: dict[str, int] = {}
+    for mark in marks:
+        name = RECOVERY_TIMES.get(mark.kind)
+        if name is not None:
+            times.setdefault(name, mark.t_ns)
+        elif mark.kind == "fault":
+            times.setdefault("fault", int(mark.attrs["occurred_ns"]))
+            times.setdefault("detected", int(mark.attrs["detected_ns"]))
+    return {name: rfc3339(t_ns) for name, t_ns in sorted(times.items(), key=lambda item: item[1])}
+
+
+def _notes(c: CycleState) -> dict[str, dict[str, Any]]:
+    notes: dict[str, dict[str, Any]] = {}
+    for node in c.nodes:
+        said = {**c.started.get(node, {}).get("notes", {}), **(c.stopped[node].notes if node in c.stopped else {})}
+        said.pop("heartbeats", None)
+        if said:
+            notes[node] = said
+    return notes
 
 
 def _fault(mark: Mark) -> dict[str, Any]:

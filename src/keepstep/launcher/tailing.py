@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keepstep.launcher.journal import Record, parse_line, epoch_path, epochs
+from keepstep.launcher.journal import Record, epoch_path, epochs, parse_line
 
 
 class JournalTail:
