@@ -57,6 +57,8 @@ SETTINGS: dict[str, str] = {
     "lease_s": "rdzv_conf",
     "join_timeout_s": "rdzv_conf",
     "last_call_s": "rdzv_conf",
+    "is_host": "rdzv_conf",
+    "start_hang_given": "start_timeout",
 }
 """Field of RunConfig -> the flag it is from, where the two have different names."""
 NO_FLAG = frozenset({"script", "args", "levels", "capture_s", "origins"})
@@ -89,6 +91,7 @@ def coordinator_config(ctx: click.Context, flags: dict[str, Any]) -> RunConfig:
 
 def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: dict[str, Any]) -> RunConfig:
     from keepstep.launcher.config import RunConfig
+    from keepstep.launcher.topology import own_levels
     from keepstep.launcher.zygote import DEFAULT_PRELOAD
 
     job = _job_fields(ctx, flags, flags["standalone"])
@@ -110,6 +113,9 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
         master_port=flags["master_port"],
         monitor_hang=_hang(flags["hang_timeout"]),
         start_hang_s=flags["start_timeout"],
+        start_hang_given=_given(ctx, "start_timeout"),
+        node_rank=flags["node_rank"] if _given(ctx, "node_rank") else None,
+        levels=own_levels(os.environ),
         section_timeouts_s=_sections(flags["section_timeout"]),
         out_of_section_s=flags["out_of_section_timeout"],
         stop_grace_s=_stop_grace(ctx, flags),
@@ -169,6 +175,8 @@ def _job_fields(ctx: click.Context, flags: dict[str, Any], standalone: bool) -> 
         "lease_s": conf.lease_s,
         "join_timeout_s": conf.join_timeout_s,
         "last_call_s": conf.last_call_s,
+        "is_host": conf.is_host,
+        "gang_check": flags["gang_check"],
     }
 
 

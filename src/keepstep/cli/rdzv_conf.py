@@ -25,7 +25,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "heartbeat_timeout": (NO_EFFECT, "a heartbeat never blocks; leave it out"),
     "read_timeout": (NO_EFFECT, "the store of each cycle is on the node that uses it; leave it out"),
     "store_connect_wait_seconds": (NO_EFFECT, "join_timeout covers it"),
-    "is_host": (NO_EFFECT, "the coordinator is on the first host of --rdzv-endpoint, or runs as keepstep coordinator"),
+    "is_host": (
+        HONOURED,
+        "true or false: whether this launcher starts the coordinator; default: when the first --rdzv-endpoint is this host",
+    ),
     "store_type": (NO_EFFECT, "the coordinator is a server, not a store; leave it out"),
     "use_libuv": (NO_EFFECT, "torch ignores it too; set USE_LIBUV"),
     "rank": (NO_EFFECT, "torchrun overwrites it too; use --node-rank or --node-name"),
@@ -39,6 +42,7 @@ class RdzvConf(NamedTuple):
     join_timeout_s: float = 600.0
     lease_s: float = 5.0
     last_call_s: float = 30.0
+    is_host: bool | None = None
 
 
 def parse_rdzv_conf(text: str) -> RdzvConf:
@@ -47,12 +51,15 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     Raises ConfigError for an unknown key (naming the nearest), and for a value that is not a number above 0 where it counts.
     """
     numbers: dict[str, float] = {}
+    is_host: bool | None = None
     for pair in text.split(",") if text.strip() else []:
         key, _, value = (part.strip() for part in pair.partition("="))
         if not key or not value:
             raise ConfigError(f"--rdzv-conf {pair!r}: give KEY=VALUE,...")
         kind, meaning = KEYS.get(key, (REFUSED, _unknown(key)))
-        if kind == HONOURED:
+        if key == "is_host":
+            is_host = _truth(pair, value)
+        elif kind == HONOURED:
             numbers[key] = _number(pair, value)
         elif kind == NO_EFFECT and not (key == "store_type" and value.lower() != "tcp"):
             note(f"--rdzv-conf {pair} has no effect here; {meaning}")
@@ -62,7 +69,7 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     lease = numbers.get("lease", RdzvConf().lease_s)
     if "lease" not in numbers and numbers.keys() & {"keep_alive_interval", "keep_alive_max_attempt"}:
         lease = numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
-    return RdzvConf(join, lease, numbers.get("last_call_timeout", RdzvConf().last_call_s))
+    return RdzvConf(join, lease, numbers.get("last_call_timeout", RdzvConf().last_call_s), is_host)
 
 
 def _number(pair: str, value: str) -> float:
@@ -73,6 +80,15 @@ def _number(pair: str, value: str) -> float:
     if not 0 < number < math.inf:
         raise ConfigError(f"--rdzv-conf {pair!r}: not a number of seconds above 0")
     return number
+
+
+def _truth(pair: str, value: str) -> bool:
+    """torchrun's words for yes and no."""
+    if value.lower() in ("1", "true", "t", "yes", "y"):
+        return True
+    if value.lower() in ("0", "false", "f", "no", "n"):
+        return False
+    raise ConfigError(f"--rdzv-conf {pair!r}: give true or false")
 
 
 def _unknown(key: str) -> str:

@@ -59,7 +59,8 @@ def _take_the_lead(config: Any, run_dir: Path) -> Any:
     from keepstep.launcher.files import RunLock, RunLockedError
     from keepstep.launcher.lead import is_own
 
-    if config.endpoints and not is_own(config.endpoints[0]):
+    may_lead = is_own(config.endpoints[0]) if config.is_host is None and config.endpoints else config.is_host
+    if may_lead is False:
         return None
     try:
         return RunLock.acquire(run_dir, config.node)

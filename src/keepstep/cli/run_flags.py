@@ -150,6 +150,13 @@ OWN_JOB_FLAGS: list[Decorator[Any]] = [
         show_default=True,
         help="Ranks of one model-parallel replica; a job shrinks by whole ones.",
     ),
+    _flag(
+        "--gang-check",
+        type=click.Choice(["off", "first", "swap", "always"]),
+        default="off",
+        show_default=True,
+        help="Test the nodes' bandwidth before the first cycle, after nodes changed, or both.",
+    ),
     _flag("--topology", default=None, metavar="FILE", help="Levels (block, leaf, NVLink domain) of all nodes."),
     _flag("--token-file", default=None, metavar="FILE", help="Job token [default: $KEEPSTEP_JOB_TOKEN]."),
     _flag(

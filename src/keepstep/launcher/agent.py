@@ -259,6 +259,7 @@ class Agent:
             hosts_store=self._starter.hosts_store,
             epoch=epoch,
             levels=self.config.levels,
+            node_rank=self.config.node_rank,
             boot_id=boot_id(),
             fenced=self._fenced,
             problems=self._problems,

@@ -38,8 +38,11 @@ def ended_cycle(job: JobState, marker: int | None) -> Ended:
         workload=c.workload["what"] if c.workload else None,
         workload_reason=c.workload["reason"] if c.workload else "",
         excluded=[n for n in c.nodes if n in job.excluded],
-        never_stepped=_never_stepped(job, failures),
-        progress=after_failed_cycle(job.progress, marker, job.shape.min_progress_iterations, c.rolled_back),
+        probe=c.probe,
+        never_stepped=not c.probe and _never_stepped(job, failures),
+        progress=job.progress
+        if c.probe
+        else after_failed_cycle(job.progress, marker, job.shape.min_progress_iterations, c.rolled_back),
     )
 
 

@@ -54,7 +54,6 @@ class Connection:
         self.node = node
         self.welcomed = False
         """Commands wait until its Hello is part of the state."""
-        self.told_version = -1
         self.last_command: str | None = None
         self._socket = socket
         self._outgoing: deque[str] = deque()
@@ -69,6 +68,13 @@ class Connection:
             return
         self._outgoing.append(text)
         self._news.set()
+
+    async def answer(self, text: str) -> None:
+        """Send at once, where nothing waits before it. For the task that reads, which may wait for a slow connection."""
+        if self._outgoing:
+            self.send(text)
+        else:
+            await self._socket.send_text(text)
 
     async def _send_all(self) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
@@ -110,6 +116,8 @@ class Coordinator:
         self.leases = LeaseBook(config.lease_s, longest_s=self.job.longest_lease_s)
         self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._connections: dict[str, Connection] = {}
+        self._just_welcomed: list[str] = []
+        self._told_version = -1
         self._waiters: list[tuple[str, m.KvWait, float]] = []
         self._lost: dict[str, str] = {}
         self._last_note_ns = max((k.t_ns for k in self.job.marks), default=0)
@@ -190,7 +198,10 @@ class Coordinator:
                 message = _decode(await socket.receive_text())
                 self.leases.heard(node)
                 if isinstance(message, m.Beat):
-                    self._beat(connection, message)
+                    await connection.answer(self._beat(node, message))
+                elif isinstance(message, m.GetCycle):
+                    # Changes nothing and is long: made when there is room for it, not for all nodes at once.
+                    await connection.answer(to_json(self.job.handle(node, message, 0)[1]).decode())
                 else:
                     self._queue.put_nowait((node, message))
         except RefusedConnectionError as error:
@@ -235,14 +246,14 @@ class Coordinator:
         self._queue.put_nowait(("", None))
         return True
 
-    def _beat(self, connection: Connection, message: m.Beat) -> None:
-        """Renew a lease. Answered here: nothing of it is journaled, and thousands come every second."""
-        lease_s = self.leases.renew(connection.node, message.rtt_s)
-        self.job.beat(connection.node, message)
+    def _beat(self, node: str, message: m.Beat) -> str:
+        """Renew a lease. Answered by who reads: nothing of it is journaled, and thousands come every second."""
+        lease_s = self.leases.renew(node, message.rtt_s)
+        self.job.beat(node, message)
         reply = m.Reply(
             epoch=self.journal.epoch, id=message.id, result={"lease_s": lease_s, "now_ns": self.anchor.now()}
         )
-        connection.send(to_json(reply).decode())
+        return to_json(reply).decode()
 
     # ---- the one task that changes state
 
@@ -358,6 +369,7 @@ class Coordinator:
             take(records)
             if node in self._connections:
                 self._connections[node].welcomed = True
+                self._just_welcomed.append(node)
             return m.Welcome(
                 epoch=epoch,
                 attempt=job.attempt,
@@ -440,12 +452,14 @@ class Coordinator:
             )
 
     def _command_all(self) -> None:
-        """Tell every node what follows from the state, where that has changed since it was last told anything."""
+        """Tell nodes what follows from the state: all of them when it changed for all, else those that just came."""
+        nodes = self._just_welcomed if self._told_version == self.job.version else list(self._connections)
+        self._told_version, self._just_welcomed = self.job.version, []
         encoded: dict[type[m.FromCoordinator], str] = {}
-        for node, connection in self._connections.items():
-            if connection.told_version == self.job.version or not connection.welcomed:
+        for node in nodes:
+            connection = self._connections.get(node)
+            if connection is None or not connection.welcomed:
                 continue
-            connection.told_version = self.job.version
             command = self.job.command_for(node)
             if command is None:
                 continue
@@ -543,6 +557,7 @@ def job_shape(config: RunConfig) -> JobShape:
         max_no_progress_cycles=config.max_no_progress_cycles,
         min_progress_iterations=config.min_progress_iterations,
         no_restart_exit_code=config.no_restart_exit_code,
+        gang_check=config.gang_check,
         marker_file=config.checkpoint_iteration_file is not None,
         topology=read_topology(Path(config.topology)) if config.topology else {},
     )

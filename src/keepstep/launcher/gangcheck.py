@@ -30,6 +30,8 @@ from keepstep.launcher.slownodes import find_slow
 from keepstep.records.codec import rfc3339, to_pretty_json
 from keepstep.records.errors import ConfigError
 
+ENV_NODE_NAME = "KEEPSTEP_NODE_NAME"
+"""What the launcher calls this node, where the test is one of its cycles."""
 MB = 1 << 20
 GB = 1e9
 NCCL_TESTS_LIMIT_S = 120.0
@@ -261,7 +263,8 @@ def node_of(rank: int) -> str:
         if name:
             return str(name)
     # Several launchers may share a host.
-    return f"{socket.gethostname().partition('.')[0]}#{os.environ.get('GROUP_RANK', '0')}"
+    host = socket.gethostname().partition(".")[0]
+    return os.environ.get(ENV_NODE_NAME) or f"{host}#{os.environ.get('GROUP_RANK', '0')}"
 
 
 def cpu_model() -> str:

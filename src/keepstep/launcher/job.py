@@ -249,7 +249,20 @@ class Job(JobState):
         ]
         if message.problems and node not in self.excluded:
             records.append({"type": "excluded", "node": node, "reason": "; ".join(message.problems)})
+        if c.probe and "gang" in message.notes:
+            records += self.gang(message.notes["gang"])
         return records
+
+    def gang(self, result: dict[str, Any]) -> list[Record]:
+        """A gang check has ended: slow nodes are left out, as long as enough others are there."""
+        assert self.cycle is not None
+        slow = [n for n in result.get("suspects", []) if n in self.cycle.index and n not in self.excluded]
+        records: list[Record] = [{"type": "gang", "cycle": self.cycle.number, "result": result}]
+        if self.usable() - len(slow) < self.shape.min_nodes:
+            return records
+        seen, wanted = result.get("bandwidth_gb_per_s"), result.get("baseline_gb_per_s")
+        why = f"gang check: with it {seen} GB/s, the baseline is {wanted}"
+        return records + [{"type": "excluded", "node": n, "reason": why} for n in slow]
 
     # ---- decisions
 
@@ -315,7 +328,15 @@ class Job(JobState):
         return Candidate(name=n.node, host=n.host, nproc=n.nproc, levels=self._levels(n.node), joined=n.joined)
 
     def _levels(self, node: str) -> list[str]:
+        if self._by_node_rank():
+            # A level of its own for each: the order of the groups is then the order that was asked for.
+            return [f"node-rank-{self.seen_ranks.get(node) or 0:06d}"]
         return self.shape.topology.get(node) or self.seen_levels.get(node, [])
+
+    def _by_node_rank(self) -> bool:
+        """Whether all nodes were given a --node-rank and there is no topology that would say better."""
+        topology = self.shape.topology or any(self.seen_levels.values())
+        return not topology and all(r is not None for r in self.seen_ranks.values())
 
     def _start_cycle(self, placed: Placement, now_ns: int) -> list[Record]:
         head = self.nodes[placed.nodes[0].name]
@@ -333,11 +354,27 @@ class Job(JobState):
             "master_port": (self.shape.master_port if self.last_cycle < 0 else None) or head.next_port,
             "agent_store": head.hosts_store,
             "spares": [n.name for n in placed.spares],
-            "path": placed.path,
+            "path": self._path(placed),
+            "probe": self._wants_probe(placed),
             "substituted": [list(pair) for pair in placed.substitutes],
-            "scatter": placed.scatter,
+            "scatter": None if self._by_node_rank() else placed.scatter,
         }
         return [*records, cycle, mark]
+
+    def _path(self, placed: Placement) -> str:
+        """How this cycle came about; a cycle that follows its own gang check came about as that one did."""
+        if self.cycle is not None and self.cycle.probe and placed.path == "respawn":
+            return self.cycle.path
+        return placed.path
+
+    def _wants_probe(self, placed: Placement) -> bool:
+        """Whether this cycle tests the nodes' bandwidth first."""
+        wanted = self.shape.gang_check
+        if self.cycle is not None and self.cycle.probe and self.cycle.nodes == [n.name for n in placed.nodes]:
+            return False
+        if not self.trained:
+            return wanted in ("first", "always")
+        return wanted in ("swap", "always") and placed.path != "respawn"
 
     def _decide(self, now_ns: int) -> list[Record]:
         assert self.cycle is not None
@@ -353,7 +390,7 @@ class Job(JobState):
                 "type": "decision",
                 "cycle": self.cycle.number,
                 "outcome": msgspec.to_builtins(outcome),
-                "fingerprint": fingerprint(first_failure(ended), ended.fault_kind),
+                "fingerprint": None if ended.probe else fingerprint(first_failure(ended), ended.fault_kind),
                 "step": ended.completed_step,
                 "progress": msgspec.to_builtins(ended.progress),
             }
@@ -407,6 +444,7 @@ class Job(JobState):
             master_addr=c.master_addr,
             master_port=c.master_port,
             agent_store=c.agent_store,
+            probe=c.probe,
             node_spans=[list(x) for x in c.layout] if len(c.layout) <= SPANS_INLINE else [],
         )
 
@@ -444,5 +482,6 @@ def _node_record(hello: m.Hello) -> Record:
         "pid": hello.pid,
         "hosts_store": hello.hosts_store,
         "levels": hello.levels,
+        "node_rank": hello.node_rank,
         "boot_id": hello.boot_id,
     }

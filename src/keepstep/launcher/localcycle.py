@@ -92,6 +92,7 @@ class LocalCycle:
             c.monitor_hang,
             c.start_hang_s,
             c.section_timeouts_s,
+            start_given=c.start_hang_given,
             out_of_section_s=c.out_of_section_s,
             patience=2.0**learned_hangs,
         )

@@ -38,6 +38,7 @@ class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="he
     proof: str = ""
     """HMAC over the server's challenge by a key from the job token (launcher/trust.py); "" over a Unix socket."""
     levels: list[str] = []
+    node_rank: int | None = None
     boot_id: str = ""
     fenced: bool = False
     """This launcher's ranks were stopped because its lease ran out; it comes back with none running."""
@@ -176,7 +177,7 @@ class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="bea
 
 
 class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_cycle"):
-    """Ask for the rank map of the current cycle: {ranks, active_nodes, spare_nodes, scatter}."""
+    """Ask for the rank map of the current cycle: {node_spans, spare_nodes, scatter}."""
 
 
 FromAgent = (
@@ -234,6 +235,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     master_addr: str
     master_port: int
     agent_store: bool
+    probe: bool = False
+    """Run the gang check (launcher/gangcheck.py) instead of the script."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from keepstep.records.errors import KeepstepError
 from keepstep.records.inject import Injection
 
 LEARN_AFTER_S = 5.0
+GANG_LIMIT_S = 300.0
 Send = Callable[[Callable[[int], m.AgentMessage]], asyncio.Future[Any]]
 
 
@@ -139,7 +141,8 @@ class NodeCycles:
             if command.agent_store and command.node_index == 0:
                 await self._starter.have_store(command.master_port)
             local, specs, files = self._starter.prepare(command)
-            cycle = self.current = LocalCycle(self, command, local, self.expect_steps, self._learned_hangs)
+            expect_steps = self.expect_steps and not command.probe
+            cycle = self.current = LocalCycle(self, command, local, expect_steps, self._learned_hangs)
             if self._guard is not None:
                 cycle.set_lease(self._guard.expiry_ns)
             early, self._early = self._early, []
@@ -175,7 +178,7 @@ class NodeCycles:
             assigned_ns=assigned_ns,
             started_ns=self._owner.anchor.now(),
             path=path,
-            expect_steps=self.expect_steps,
+            expect_steps=cycle.expect_steps,
             notes=notes,
         )
         self.send(lambda i: msgspec.structs.replace(started, id=i))
@@ -186,6 +189,9 @@ class NodeCycles:
         if command.agent_store:
             # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
             await self._starter.prepare_store()
+        if command.probe:
+            self.say(f"cycle {command.cycle} tests the bandwidth between the nodes")
+            asyncio.get_running_loop().call_later(GANG_LIMIT_S, cycle.stop, "the gang check took too long")
         running = asyncio.ensure_future(cycle.run(self._owner.evidence_folder(command.cycle)))
         await cycle.over()
         # Beside evidence and teardown: a node that is unfit is known before the next cycle is put together.
@@ -200,9 +206,23 @@ class NodeCycles:
         if check is not None:
             stopped = msgspec.structs.replace(stopped, problems=await check)
             self._care.failure_evidence(self._owner.evidence_folder(command.cycle) / self.config.node)
+        if command.probe and command.node_index == 0:
+            stopped = self._with_gang_result(stopped)
         self._say_stopped(stopped, cycle)
         self.learn_modules(cycle)
         self.send(lambda i: msgspec.structs.replace(stopped, id=i))
+
+    def _with_gang_result(self, stopped: m.Stopped) -> m.Stopped:
+        try:
+            result = json.loads(self._starter.gang_result(stopped.cycle).read_bytes())
+        except (OSError, ValueError) as error:
+            self.say(f"the gang check left no result ({error}); going on without it")
+            return stopped
+        slow = f"; slow: {', '.join(result['suspects'])}" if result.get("suspects") else ""
+        baseline = result.get("baseline_gb_per_s")
+        wanted = f"baseline {baseline:.3g}" if baseline is not None else "no baseline stored (`keepstep check gang`)"
+        self.say(f"gang check: {result['bandwidth_gb_per_s']:.3g} GB/s, {wanted}{slow}")
+        return msgspec.structs.replace(stopped, notes={**stopped.notes, "gang": result})
 
     async def _fetch_rank_map(self, command: m.StartCycle) -> None:
         """In a large job the rank map comes when the ranks already run."""

@@ -46,6 +46,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     workload_reason: str = ""
     excluded: list[str] = []
     """Nodes of this cycle that are left out of the next one."""
+    probe: bool = False
+    """The cycle tested the nodes' bandwidth instead of running the script."""
     never_stepped: bool = False
     """Ranks report steps, none was ever complete in this attempt, and every rank failed by itself."""
     progress: Progress = Progress()
@@ -112,6 +114,12 @@ def _stopped(e: Ended) -> Outcome | None:
         return None
     cause = {2: "interrupted", 15: "preempted"}.get(e.stop_signum, "signal")
     return Outcome(rule="stopped", action="end", verdict="stopped", exit_code=128 + e.stop_signum, cause=cause)
+
+
+def _probe(e: Ended) -> Outcome | None:
+    if not e.probe:
+        return None
+    return Outcome(rule="gang_check", action="restart", cause="gang_check")
 
 
 def _workload_stop(e: Ended) -> Outcome | None:
@@ -243,6 +251,7 @@ def _restart(e: Ended) -> Outcome | None:
 
 RULES: tuple[tuple[str, Callable[[Ended], Outcome | None]], ...] = (
     ("stopped: asked to stop by a signal -> end, 128+n", _stopped),
+    ("gang_check: the cycle was a test of the nodes (--gang-check) -> next cycle, free", _probe),
     ("workload_stop: a rank called run.request_stop -> end, --no-restart-exit-code", _workload_stop),
     ("succeeded: every rank exited 0 -> end, 0", _succeeded),
     ("numerical_guard: a rank exited 43 -> end, 43", _numerical),

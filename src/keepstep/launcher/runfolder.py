@@ -11,7 +11,7 @@ from keepstep.goodput import cycle_phases, summarise
 from keepstep.launcher.files import write_durable
 from keepstep.launcher.state import CycleState, JobState
 from keepstep.records.codec import from_json, rfc3339, to_pretty_json
-from keepstep.records.cycle import RECOVERY_TIMES, Cycle, RankPlace, Recovery
+from keepstep.records.cycle import RECOVERY_TIMES, Cycle, Recovery
 from keepstep.records.timeline import Mark
 
 
@@ -59,7 +59,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         phases=cycle_phases(marks, c.number),
         times=_times(mine),
         scatter=c.scatter,
-        ranks=[RankPlace(**p) for p in c.places()],
+        ranks=c.places(),
         active_nodes=c.nodes,
         spare_nodes=c.spares,
         substituted=c.substituted,

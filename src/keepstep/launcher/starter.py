@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from keepstep.launcher import messages as m
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.environment import cycle_environment
 from keepstep.launcher.files import write_atomic
+from keepstep.launcher.gangcheck import ENV_NODE_NAME
 from keepstep.launcher.learn import worth_learning
 from keepstep.launcher.localcycle import LocalRank
 from keepstep.launcher.logs import LogThread, Stream, wants
@@ -141,7 +144,7 @@ class RankStarter:
             )
             env = cycle_environment(self._config, command, local, self._socket, info, rank.error_path)
             ranks.append(rank)
-            specs.append(self._spec(rank, env))
+            specs.append(self._probe_spec(rank, env, command.cycle) if command.probe else self._spec(rank, env))
             files.append(self._files(rank, command.cycle))
         return ranks, specs, files
 
@@ -150,6 +153,15 @@ class RankStarter:
         info = self._node_dir / f"cycle-{command.cycle:04d}.json"
         write_atomic(info, to_pretty_json(_cycle_info(self._config.run_id, command)))
         return info
+
+    def gang_result(self, cycle: int) -> Path:
+        """Where rank 0 of a gang check leaves its result."""
+        return self._node_dir / f"gang-{cycle:04d}.json"
+
+    def _probe_spec(self, rank: LocalRank, env: dict[str, str], cycle: int) -> RankSpec:
+        spec = self._spec(rank, env | {ENV_NODE_NAME: self._config.node})
+        arguments = ["--result", str(self.gang_result(cycle))]
+        return msgspec.structs.replace(spec, mode="module", script="keepstep.launcher.gangcheck", args=arguments)
 
     def _spec(self, rank: LocalRank, env: dict[str, str]) -> RankSpec:
         return RankSpec(

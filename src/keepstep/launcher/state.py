@@ -14,11 +14,13 @@ import msgspec
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.noprogress import Progress
-from keepstep.records.cycle import VerdictFile
+from keepstep.records.cycle import RankPlace, VerdictFile
 from keepstep.records.exits import exit_status_name
 from keepstep.records.timeline import Mark
 
 Record = dict[str, Any]
+CONCERN_NO_OTHER = frozenset({"mark", "kv", "grant", "reported", "lease", "node", "started", "stopped"})
+"""Records that change nothing in what other nodes than their own should do."""
 Phase = Literal["forming", "running", "stopping", "done"]
 
 
@@ -33,6 +35,7 @@ class NodeState(msgspec.Struct, kw_only=True):
     pid: int
     hosts_store: bool = False
     levels: list[str] = []
+    node_rank: int | None = None
     boot_id: str = ""
     joined: int = 0
     """Place in the order of joining."""
@@ -52,6 +55,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
     max_no_progress_cycles: int = 3
     min_progress_iterations: int = 1
     no_restart_exit_code: int = 93
+    gang_check: str = "off"
     marker_file: bool = False
     """A progress marker is configured: then nothing else is taken for it."""
     topology: dict[str, list[str]] = {}
@@ -108,6 +112,8 @@ class CycleState:
         self.master_port: int = record["master_port"]
         self.agent_store: bool = record["agent_store"]
         self.spares: list[str] = record.get("spares", [])
+        self.probe: bool = record.get("probe", False)
+        """Tests the nodes' bandwidth instead of training."""
         self.path: str = record.get("path", "respawn")
         self.substituted: list[list[str]] = record.get("substituted", [])
         self.scatter: dict[str, Any] | None = record.get("scatter")
@@ -133,6 +139,7 @@ class CycleState:
         self.drained = False
         self.rolled_back = False
         self.marked: set[str] = set()
+        self.rank_map: msgspec.Raw | None = None
         self.pids: dict[int, int] = {}
         self.exits: dict[int, str] = {}
 
@@ -142,17 +149,17 @@ class CycleState:
             return None
         return self.nodes[bisect.bisect_right(self.first_ranks, rank) - 1]
 
-    def places(self) -> list[dict[str, Any]]:
+    def places(self) -> list[RankPlace]:
         """All ranks with node, host, pid and exit, for the cycle record."""
         return [
-            {
-                "rank": first + local,
-                "local_rank": local,
-                "node": node,
-                "host": host,
-                "pid": self.pids.get(first + local),
-                "exit": self.exits.get(first + local),
-            }
+            RankPlace(
+                rank=first + local,
+                local_rank=local,
+                node=node,
+                host=host,
+                pid=self.pids.get(first + local),
+                exit=self.exits.get(first + local),
+            )
             for (node, host, count), first in zip(self.layout, self.first_ranks, strict=True)
             for local in range(count)
         ]
@@ -172,7 +179,7 @@ class JobState:
         self.attempt = -1
         self.epoch = 0
         self.version = 0
-        """Grows with every record that may change what agents should do."""
+        """Grows with every record that may change what other nodes than its own should do."""
         self.phase: Phase = "forming"
         self.last_cycle = -1
         self.cycle: CycleState | None = None
@@ -181,6 +188,8 @@ class JobState:
         self.nodes: dict[str, NodeState] = {}
         self.seen_levels: dict[str, list[str]] = {}
         """Places of all nodes that ever joined: a spare is chosen by the place of the node that is gone."""
+        self.seen_ranks: dict[str, int | None] = {}
+        """--node-rank of all nodes that ever joined."""
         self.excluded: dict[str, str] = {}
         """Nodes that are left out of later cycles, and why."""
         self.losses: dict[str, list[int]] = {}
@@ -196,6 +205,8 @@ class JobState:
         self.committed_known = False
         """Whether the script's checkpoints have told how far it is."""
         self.progress = Progress()
+        self.trained = False
+        """Whether this attempt has had a cycle that ran the script."""
         self.longest_lease_s = 0.0
         """Longest lease that any coordinator of this job may have given."""
         self._joins = 0
@@ -212,7 +223,7 @@ class JobState:
     def apply(self, record: Record) -> None:
         """Change the state by one journal record."""
         kind = record["type"]
-        if kind not in ("mark", "kv", "grant", "reported", "lease"):
+        if kind not in CONCERN_NO_OTHER:
             self.version += 1
         getattr(self, f"_apply_{kind}")(record)
 
@@ -222,7 +233,7 @@ class JobState:
             # A new life of the launchers: whatever ran before is dead with its agents.
             self.attempt = r["attempt"]
             self.phase, self.cycle, self.nodes, self.layout = "forming", None, {}, []
-            self.excluded, self.losses, self.away = {}, {}, set()
+            self.excluded, self.losses, self.away, self.trained = {}, {}, set(), False
             self.stop, self.verdict, self.counted, self.port_retries = None, None, 0, 0
             self.last_fingerprint = None
             self.progress = Progress(last=r.get("marker"))
@@ -261,12 +272,14 @@ class JobState:
         node = msgspec.convert({"joined": known.joined if known is not None else self._joins, **fields}, NodeState)
         self.nodes[node.node] = node
         self.seen_levels[node.node] = node.levels
+        self.seen_ranks[node.node] = node.node_rank
         self.away.discard(node.node)
 
     def _apply_cycle(self, r: Record) -> None:
         self.cycle = CycleState(r)
         self.layout = self.cycle.layout
         self.last_cycle = r["cycle"]
+        self.trained = self.trained or not self.cycle.probe
         self.phase = "running"
 
     def _apply_started(self, r: Record) -> None:
@@ -326,6 +339,9 @@ class JobState:
 
     def _apply_lease(self, r: Record) -> None:
         self.longest_lease_s = max(self.longest_lease_s, r["longest_s"])
+
+    def _apply_gang(self, r: Record) -> None:
+        """Result of a gang check, for the record only: what follows from it are `excluded` records."""
 
     def _apply_injection(self, r: Record) -> None:
         """For the record only."""

@@ -188,6 +188,7 @@ class HangLimits:
     they are nested. With "auto" sections of known names and those seen often enough have limits too, and a rank inside a
     section with a limit may be silent for as long as that limit. `out_of_section_s` bounds the time that a rank which has
     used sections spends outside all of them. `patience` multiplies the floors of learned limits.
+    `start_given`: `start_s` holds before the first step also where the setting is a number.
     """
 
     def __init__(
@@ -198,10 +199,12 @@ class HangLimits:
         *,
         out_of_section_s: float | None = None,
         patience: float = 1.0,
+        start_given: bool = False,
     ) -> None:
         self.fixed_s = None if setting in ("auto", "off") else float(setting)
         self.off = setting == "off"
         self.start_s = start_s
+        self.start_given = start_given
         self.out_of_section_s = out_of_section_s
         self.sections_s: dict[str, float] = {}
         for name, limit_s in sections_s.items():
@@ -253,7 +256,7 @@ class HangLimits:
             # Training is over; what a script does after that (exports, uploads) reports no progress.
             return max(self.start_s, self.fixed_s or 0.0)
         if self.fixed_s is not None:
-            return self.fixed_s
+            return self.fixed_s if look.trains or not self.start_given else self.start_s
         learned = self._gaps.limit_s(self._patience * LEARNED_MIN_S) if look.trains else None
         own = [limit for name, _ in look.sections if (limit := self.section_limit_s(name)) is not None]
         return max([self.start_s if learned is None else learned, *own])
