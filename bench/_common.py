@@ -105,6 +105,12 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, of all its threads (proc_pid_stat(5), fields 14 and 15)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def emit(
     bench: str,
     results: Sequence[Result],

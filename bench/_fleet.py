@@ -256,6 +256,8 @@ class Fleet:
         if kind == "beat":
             agent.rtt_s = time.monotonic() - agent.beat_sent_s
             self.beat_rtts_s.append(agent.rtt_s)
+        elif kind == "started":
+            self._attach(agent)
         self._count_event(f"answered {kind}")
 
     def _hello(self, agent: SimulatedAgent, nonce: str) -> None:
@@ -281,23 +283,23 @@ class Fleet:
         self.ask(agent, "beat", lambda i: m.Beat(id=i, at_ns=time.time_ns(), **fields))
 
     def _start(self, agent: SimulatedAgent, command: m.StartCycle) -> None:
-        """Ranks are there at once, ask for the rank map where it is not in the command, and attach."""
+        """Ranks are there at once; the rank map is asked for where it is not in the command."""
         agent.cycle, agent.first_rank = command.cycle, command.first_rank
         self.first_ranks.setdefault(command.cycle, []).append(command.first_rank)
         now = time.time_ns()
-        ranks = [
-            {"rank": command.first_rank + k, "local_rank": k, "pid": agent.pid + 1 + k} for k in range(RANKS)
-        ]
+        ranks = [{"rank": command.first_rank + k, "local_rank": k, "pid": agent.pid + 1 + k} for k in range(RANKS)]
         fields: dict[str, Any] = {"ranks": ranks, "assigned_ns": now, "started_ns": now}
         expect = command.cycle > 0
-        self.ask(
-            agent, "started", lambda i: m.Started(id=i, cycle=command.cycle, expect_steps=expect, **fields)
-        )
+        self.ask(agent, "started", lambda i: m.Started(id=i, cycle=command.cycle, expect_steps=expect, **fields))
         if not command.node_spans:
             self.ask(agent, "rank map", lambda i: m.GetCycle(id=i, cycle=command.cycle))
-        for rank in ranks:
-            note = m.Note(id=0, cycle=command.cycle, kind="attached", rank=rank["rank"], t_ns=now)
-            self.ask(agent, f"attached {command.cycle}", lambda i, note=note: msgspec.structs.replace(note, id=i))
+
+    def _attach(self, agent: SimulatedAgent) -> None:
+        """Every rank says that it attached through the trainer library."""
+        now = time.time_ns()
+        for rank in range(agent.first_rank, agent.first_rank + RANKS):
+            note = m.Note(id=0, cycle=agent.cycle, kind="attached", rank=rank, t_ns=now)
+            self.ask(agent, f"attached {agent.cycle}", lambda i, note=note: msgspec.structs.replace(note, id=i))
 
     def _stop(self, agent: SimulatedAgent, cycle: int, status: int) -> None:
         now = time.time_ns()

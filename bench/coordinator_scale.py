@@ -3,12 +3,14 @@
 Agents join all at once, which real ones do not. Each run is a whole job of N nodes and one spare: cycle 0 forms, heartbeats come
 once a second, one agent dies (its connection closes and its guardian says so), the others are stopped, the spare takes the
 dead node's ranks in cycle 1, and a stop request ends the job. The clients share the machine with the coordinator.
-Control of the same run: the same agents and heartbeats against a bare asyncio server that answers each line with a constant.
+Control of the same run: as many connections and lines a second against a bare asyncio server that answers each with a constant.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.util
 import os
 import resource
 import secrets
@@ -21,7 +23,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _common import Result, Target, argument_parser, emit, say
+import _bare
+from _common import Result, Target, argument_parser, cpu_s, emit, say
 from _fleet import RANKS, Fleet, SimulatedAgent
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import boot_ns
@@ -32,7 +35,9 @@ from keepstep.launcher.trust import fence_key, make_token
 from keepstep.records.codec import from_json, to_pretty_json
 from keepstep.records.cycle import VerdictFile
 
-SIZES = (256, 512, 1024, 2048)
+SIZES = [256, 512, 1024, 2048]
+BEATS_S = 10.0
+"""How long heartbeats are counted at the largest size; half as long at the others."""
 LIMIT_S = 120.0
 SETTLE_S = 1.5
 """Between the end of a start and the count of heartbeats: files of the cycle are written meanwhile."""
@@ -48,13 +53,7 @@ class Coordinator:
     run_id: str
     token: bytes
     tls: bool
-    journal_bytes: int = 0
     journal: bytearray = field(default_factory=bytearray)
-
-    def cpu_s(self) -> float:
-        """Processor time so far, of all its threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self, key: str) -> float:
         """A figure of /proc/PID/status: VmRSS now, VmHWM at most so far."""
@@ -145,7 +144,7 @@ def run_job(run_dir: Path, nodes: int, tls: bool, beats_s: float, profile: Path 
 
 def form(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[str, float]) -> None:
     """From the release of all agents until cycle 0 runs and every rank has said so."""
-    cpu_s = coordinator.cpu_s()
+    used_s = cpu_s(coordinator.process.pid)
     released = fleet.release()
     fleet.run_until(lambda: fleet.seen["start 0"] == nodes, LIMIT_S, "form a cycle")
     figures["joined"] = fleet.last_s["welcomed"] - released
@@ -159,7 +158,7 @@ def form(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[str, 
     if fleet.map_bytes:
         figures["rank maps"] = fleet.last_s["rank map"] - released
     check_ranks(fleet, nodes, 0)
-    figures["processor time to there"] = coordinator.cpu_s() - cpu_s
+    figures["processor time to there"] = cpu_s(coordinator.process.pid) - used_s
 
 
 def check_ranks(fleet: Fleet, nodes: int, cycle: int) -> None:
@@ -171,9 +170,9 @@ def check_ranks(fleet: Fleet, nodes: int, cycle: int) -> None:
 def beat(coordinator: Coordinator, fleet: Fleet, seconds: float, figures: dict[str, float]) -> None:
     """Nothing but heartbeats for a while."""
     del fleet.beat_rtts_s[:]
-    cpu_s, began = coordinator.cpu_s(), time.monotonic()
+    used_s, began = cpu_s(coordinator.process.pid), time.monotonic()
     fleet.run_for(seconds)
-    figures["core share of heartbeats"] = (coordinator.cpu_s() - cpu_s) / (time.monotonic() - began)
+    figures["core share of heartbeats"] = (cpu_s(coordinator.process.pid) - used_s) / (time.monotonic() - began)
     answered = len(fleet.beat_rtts_s)
     if answered < 0.9 * seconds * len(fleet.agents):
         sys.exit(f"coordinator_scale: only {answered} heartbeats of {len(fleet.agents)} agents in {seconds:g} s")
@@ -222,47 +221,52 @@ def end(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[str, f
 
 
 UNITS = {"core share of heartbeats": "cores", "memory (RSS)": "MB", "memory (RSS), most": "MB"}
+NOTES = {
+    "joined": "last Welcome since all agents were let go at once",
+    "formed": "last StartCycle",
+    "assigned on disk": "every node has started its ranks, journaled",
+    "ranks attached": "a message of each rank, journaled and answered",
+    "rank maps": "last agent has the map of all ranks",
+    "processor time to there": "of the coordinator",
+    "fan-out of a stop": "from an agent's death until the last other agent is told",
+    "stop to next start": "every agent's word that its ranks are gone, and the spare's start in their place",
+}
 
 
-def rows(jobs: list[Job]) -> list[Result]:
-    """One row for each figure and size, with the values of all jobs of that size."""
+def rows(jobs: list[Job], control: dict[str, list[float]], nodes: int) -> list[Result]:
+    """One row for each figure and size, with the values of all jobs of that size; the control's beside its counterpart."""
     groups: dict[tuple[str, bool, int], list[float]] = {}
     for job in jobs:
         for name, value in job.figures.items():
             groups.setdefault((name, job.tls, job.nodes), []).append(value)
     order = list(dict.fromkeys(name for name, _, _ in groups))
-    return [
-        Result(f"{name}, {nodes} agents", "keepstep, TLS" if tls else "keepstep", UNITS.get(name, "s"), values)
-        for (name, tls, nodes), values in sorted(groups.items(), key=lambda g: (g[0][1], order.index(g[0][0]), g[0][2]))
-    ]
+    found = []
+    for name in order:
+        for tls, at in sorted({(tls, at) for n, tls, at in groups if n == name}):
+            system = "keepstep, TLS" if tls else "keepstep"
+            values = groups[name, tls, at]
+            found.append(Result(f"{name}, {at} agents", system, UNITS.get(name, "s"), values, NOTES.get(name)))
+        if name in control:
+            found.append(Result(f"{name}, {nodes} agents", "bare asyncio", UNITS.get(name, "s"), control[name]))
+    return found
 
 
-def main() -> None:
-    parser = argument_parser("One coordinator and thousands of agents.")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="AGENTS")
-    parser.add_argument("--no-tls-run", action="store_true", help="leave the run with TLS out")
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="run each coordinator under cProfile")
-    args = parser.parse_args()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    plan = [(nodes, False) for _ in range(3 if args.full else 1) for nodes in args.sizes]
-    plan += [] if args.no_tls_run else [(max(args.sizes), True)]
-    jobs = []
-    with tempfile.TemporaryDirectory(prefix="keepstep-scale-") as scratch:
-        folder = args.keep or Path(scratch)
-        for number, (nodes, tls) in enumerate(plan):
-            say(f"{number + 1}/{len(plan)}: {nodes} agents{', TLS' if tls else ''}")
-            name = f"{number}-{nodes}{'-tls' if tls else ''}"
-            profile = args.profile / f"{name}.prof" if args.profile else None
-            beats_s = 10.0 if nodes == max(args.sizes) else 5.0
-            jobs.append(run_job(folder / name, nodes, tls, beats_s, profile))
-            say("  " + ", ".join(f"{k} {v:.3g}" for k, v in jobs[-1].figures.items()))
-    results = rows(jobs)
-    emit("coordinator_scale", results, targets(results), output=args.output, packages=["keepstep", "uvicorn", "websockets"])
+def log_rows(folder: Path, nodes: int) -> list[Result]:
+    """The log funnel at the same size, where this keepstep has one (bench/log_funnel.py has more)."""
+    if importlib.util.find_spec("keepstep.launcher.logserver") is None:
+        note = "not measured: this keepstep has no keepstep.launcher.logserver"
+        return [Result(f"log funnel on file, {nodes} agents", "keepstep", "MB/s", note=note)]
+    import log_funnel
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found = asyncio.run(log_funnel.measure(folder, nodes, tls=False, windows=3, window_s=1.0))
+    for path in folder.glob("logs/*.log"):
+        path.unlink()  # gigabytes of one line; what they had to show is checked
+    return list(log_funnel.rows("log funnel", nodes, found))
 
 
 def targets(results: list[Result]) -> list[Target]:
-    """The figures of the largest size that are promised, without TLS."""
+    """The figures that are promised: 2,048 agents, without TLS."""
     median = {(r.name, r.system): r.median for r in results}
 
     def at_2048(name: str) -> float | None:
@@ -270,10 +274,45 @@ def targets(results: list[Result]) -> list[Target]:
 
     note = None if at_2048("formed") is not None else "not run at 2048 agents (--sizes)"
     return [
-        Target("form_2048_s", at_2048("formed"), "s", "<=", 3.0, note),
+        Target("form_2048_s", at_2048("assigned on disk"), "s", "<=", 3.0, note),
         Target("heartbeat_core_share", at_2048("core share of heartbeats"), "cores", "<=", 0.35, note),
         Target("fanout_2048_s", at_2048("fan-out of a stop"), "s", "<=", 0.3, note),
     ]
+
+
+def run_all(folder: Path, sizes: list[int], repeats: int, tls_too: bool, profile: Path | None) -> list[Result]:
+    """All jobs, then the control and the log funnel at the largest size."""
+    largest = max(sizes)
+    plan = [(nodes, False) for _ in range(repeats) for nodes in sizes]
+    plan += [(largest, True)] * (repeats if tls_too else 0)
+    jobs = []
+    for number, (nodes, tls) in enumerate(plan):
+        say(f"job {number + 1} of {len(plan)}: {nodes} agents{', TLS' if tls else ''}")
+        name = f"{number}-{nodes}{'-tls' if tls else ''}"
+        profiled = profile / f"{name}.prof" if profile else None
+        jobs.append(run_job(folder / name, nodes, tls, BEATS_S if nodes == largest else BEATS_S / 2, profiled))
+    say("control: bare asyncio server")
+    control: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name, value in _bare.measure(largest, BEATS_S / 2).items():
+            control.setdefault(name, []).append(value)
+    say("log funnel")
+    return rows(jobs, control, largest) + log_rows(folder / "log-funnel", largest)
+
+
+def main() -> None:
+    parser = argument_parser("One coordinator and thousands of agents.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="AGENTS")
+    parser.add_argument("--no-tls-run", action="store_true", help="leave the job with TLS out")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="run each coordinator under cProfile")
+    args = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with tempfile.TemporaryDirectory(prefix="keepstep-scale-") as scratch:
+        repeats = 3 if args.full else 1
+        results = run_all(args.keep or Path(scratch), args.sizes, repeats, not args.no_tls_run, args.profile)
+    packages = ["keepstep", "uvicorn", "websockets", "msgspec"]
+    emit("coordinator_scale", results, targets(results), output=args.output, packages=packages)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.launcher.harness import Launch
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """In memory: every append to a journal is synced."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

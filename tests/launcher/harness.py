@@ -177,7 +177,7 @@ class Launch:
         assert sum(summary["phases_ns"].values()) == summary["wall_ns"]
 
 
-def run(folder: Path, script: str | None, *flags: str, args: tuple[str, ...] = (), **env: str) -> tuple[int, Launch]:
+def run(folder: Path, script: str | None, *flags: str, args: tuple[str, ...] = (), **env: Any) -> tuple[int, Launch]:
     """Run to the end; returns (exit code, launch)."""
     launch = Launch(folder, script, *flags, args=args, **env)
     return launch.finish(), launch

@@ -12,7 +12,7 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.job import Job
 from keepstep.launcher.journal import Journal, read_records
 from keepstep.launcher.rules import MAX_PORT_RETRIES
-from keepstep.launcher.state import JobShape
+from keepstep.launcher.state import JobShape, JobState
 
 
 class Closed(msgspec.Struct, frozen=True):
@@ -199,9 +199,7 @@ def operator_exclude(node: str) -> Event:
     return "", m.Operator(id=next(_ids), what="exclude", run_id="run-1", node=node, reason="looks tired")
 
 
-def training(
-    cycle: int, steps: int, places: Places, commit: int | None = None, restored: int = 0
-) -> list[Event]:
+def training(cycle: int, steps: int, places: Places, commit: int | None = None, restored: int = 0) -> list[Event]:
     """The ranks of a cycle start, restore and train `steps` steps."""
     base = 1_000 * (cycle + 1)
     lead = next(iter(places))
@@ -468,7 +466,9 @@ def many_node_lives() -> dict[str, Life]:
             spare, [*three, *training(0, 3, TWO, 2), operator_exclude("b"), *halted(0, TWO), *swapped], DONE
         ),
         "a person takes a spare out": Life(
-            spare, [*three, *training(0, 3, TWO), operator_exclude("c"), *training(0, 4, TWO)[-2:], *finish(0, TWO, 4)], DONE
+            spare,
+            [*three, *training(0, 3, TWO), operator_exclude("c"), *training(0, 4, TWO)[-2:], *finish(0, TWO, 4)],
+            DONE,
         ),
         "a rank asks for the end": Life(
             shape(2),
@@ -526,3 +526,25 @@ def many_node_lives() -> dict[str, Life]:
 
 
 LIVES = {**one_node_lives(), **many_node_lives()}
+
+
+def dump(job: JobState) -> dict[str, Any]:
+    """All that a job's state consists of, without what is not journaled: samples of progress, the reason it waits."""
+    state = _ordered({k: v for k, v in vars(job).items() if k not in ("_read_marker", "waiting", "shape")})
+    if job.cycle is not None:
+        state["cycle"] = _ordered({k: v for k, v in vars(job.cycle).items() if k not in ("beats", "rank_map")})
+    plain: dict[str, Any] = msgspec.to_builtins(state)
+    return plain
+
+
+def _ordered(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: sorted(v) if isinstance(v, set) else v for k, v in state.items()}
+
+
+def replayed(run_dir: Path, of: JobShape) -> JobState:
+    """The state that a journal gives."""
+    state = JobState(of)
+    for record in read_records(run_dir):
+        record.pop("seq")
+        state.apply(record)
+    return state

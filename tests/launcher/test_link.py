@@ -1,8 +1,9 @@
-"""The agent's connection against a real WebSocket server on a Unix socket: requests outlive every connection."""
+"""The agent's connection against real WebSocket servers on sockets: requests outlive every connection."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from websockets.asyncio.server import ServerConnection, unix_serve
+from websockets.asyncio.server import ServerConnection, serve, unix_serve
 from websockets.exceptions import ConnectionClosed
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.link import Link, RefusedError
+from keepstep.launcher.link import Link, RefusedError, Target
+from keepstep.launcher.trust import make_token, proven, server_context
 from keepstep.records.codec import to_json
 from keepstep.records.errors import ChannelError
 
@@ -36,8 +38,13 @@ class Session:
         for message in messages:
             await self._connection.send(to_json(message).decode())
 
+    async def challenge(self, epoch: int = 1, nonce: str = "nonce") -> Any:
+        """Send the challenge; returns what answers it."""
+        await self.send(m.Challenge(epoch=epoch, nonce=nonce))
+        return await self.receive()
+
     async def greet(self, epoch: int = 1) -> m.Hello:
-        hello = await self.receive()
+        hello = await self.challenge(epoch)
         assert isinstance(hello, m.Hello)
         await self.send(m.Welcome(epoch=epoch, attempt=0, boot_id="b", anchor_utc_ns=1, anchor_boot_ns=1))
         return hello
@@ -81,15 +88,28 @@ def beat(completed: int) -> Callable[[int], m.AgentMessage]:
 async def linked(tmp_path: Path, coordinator: Coordinator) -> AsyncIterator[tuple[Link, list[Any], asyncio.Task[None]]]:
     commands: list[Any] = []
     path = tmp_path / "coordinator.sock"
-    async with unix_serve(coordinator, str(path), ping_interval=None, compression=None):
-        link = Link(path, hello_of, commands.append)
-        task = asyncio.create_task(link.run())
-        try:
-            yield link, commands, task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    link = Link(at(path), hello_of, commands.append)
+    async with (
+        unix_serve(coordinator, str(path), ping_interval=None, compression=None),
+        running(link) as (_, task),
+    ):
+        yield link, commands, task
     assert coordinator.errors == []
+
+
+@asynccontextmanager
+async def running(link: Link) -> AsyncIterator[tuple[Link, asyncio.Task[None]]]:
+    task = asyncio.create_task(link.run())
+    try:
+        yield link, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def at(*paths: Path) -> Callable[[], list[Target]]:
+    targets = [Target(str(path)) for path in paths]
+    return lambda: targets
 
 
 async def within(awaitable: Awaitable[Any]) -> Any:
@@ -197,15 +217,22 @@ def test_a_request_made_while_others_are_repeated_is_sent_too(tmp_path: Path) ->
 def test_it_waits_for_a_coordinator_that_is_not_there_yet(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "coordinator.sock"
-        link = Link(path, hello_of, lambda _: None)
-        task = asyncio.create_task(link.run())
-        future = link.request(beat(3))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        async with unix_serve(Coordinator(answer_all), str(path), ping_interval=None):
-            assert await within(future) == 3
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        refused: list[int] = []
+        nobody = asyncio.Event()
+
+        def on_refused(before_ns: int) -> None:
+            refused.append(before_ns)
+            nobody.set()
+
+        before_ns = time.monotonic_ns()
+        async with running(Link(at(path), hello_of, lambda _: None, on_refused=on_refused)) as (link, _):
+            future = link.request(beat(3))
+            await within(nobody.wait())
+            async with unix_serve(Coordinator(answer_all), str(path), ping_interval=None):
+                assert await within(future) == 3
+                # Whoever listens now began after this.
+                assert before_ns <= refused[0] <= time.monotonic_ns()
+                assert link.welcome is not None
 
     asyncio.run(main())
 
@@ -223,7 +250,8 @@ def test_commands_are_passed_on_in_order(tmp_path: Path) -> None:
     async def main() -> None:
         async with linked(tmp_path, Coordinator(commanding)) as (link, commands, _):
             await within(link.request(beat(0)))
-            assert commands == [stop, end]
+            assert isinstance(commands[0], m.Welcome)
+            assert commands[1:] == [stop, end]
 
     asyncio.run(main())
 
@@ -246,7 +274,7 @@ def test_a_refusal_of_a_request_is_raised_with_its_result(tmp_path: Path) -> Non
 
 def test_a_refused_agent_ends_with_the_reason(tmp_path: Path) -> None:
     async def refusing(session: Session) -> None:
-        await session.receive()
+        await session.challenge()
         await session.send(m.Reply(epoch=1, id=1, ok=False, error="node name 'n' is taken"))
 
     async def main() -> None:
@@ -285,9 +313,9 @@ class TestEpochs:
             await session.greet(5)
 
         async def old(session: Session) -> None:
-            await session.greet(4)
+            # It is not even told who asks.
             with pytest.raises(ConnectionClosed):
-                await session.receive()
+                await session.challenge(4)
 
         async def main() -> None:
             new = lambda session: answer_all(session, 6)  # noqa: E731
@@ -312,7 +340,226 @@ class TestEpochs:
         async def main() -> None:
             async with linked(tmp_path, Coordinator(mixed)) as (link, commands, _):
                 assert await within(link.request(beat(0))) == "new"
-                assert commands == []
+                assert [type(command) for command in commands] == [m.Welcome]
 
         asyncio.run(main())
         assert "ignoring a coordinator of epoch 4 < 5" in capsys.readouterr().err
+
+    def test_a_welcome_of_a_lower_epoch_than_its_challenge_is_none(self, tmp_path: Path) -> None:
+        async def two_faced(session: Session) -> None:
+            await session.challenge(5)
+            await session.send(m.Welcome(epoch=3, attempt=0, boot_id="b", anchor_utc_ns=1, anchor_boot_ns=1))
+            await session.until_gone()
+
+        async def main() -> None:
+            first = lambda session: session.greet(4)  # noqa: E731
+            new = lambda session: answer_all(session, 6)  # noqa: E731
+            async with linked(tmp_path, Coordinator(first, two_faced, new)) as (link, _, _):
+                assert await within(link.request(beat(2))) == 2
+                assert link.welcome is not None
+                assert link.welcome.epoch == 6
+
+        asyncio.run(main())
+
+
+class TestTargets:
+    """Several places where a coordinator may be."""
+
+    def test_the_first_that_answers_is_taken(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            paths = [tmp_path / f"{n}.sock" for n in "abc"]
+            refused: list[int] = []
+            async with unix_serve(Coordinator(answer_all), str(paths[1]), ping_interval=None):
+                link = Link(at(*paths), hello_of, lambda _: None, on_refused=refused.append)
+                async with running(link):
+                    assert await within(link.request(beat(2))) == 2
+                    assert link.target == Target(str(paths[1]))
+            # One of them listened: that says nothing about when a coordinator began.
+            assert refused == []
+
+        asyncio.run(main())
+
+    def test_when_one_is_gone_the_next_has_the_higher_epoch(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            paths = [tmp_path / f"{n}.sock" for n in "ab"]
+            first = Coordinator(lambda session: session.greet(1))  # type: ignore[arg-type, return-value]
+            old = await unix_serve(first, str(paths[0]), ping_interval=None)
+            async with running(Link(at(*paths), hello_of, lambda _: None)) as (link, _):
+                await within(link.welcomed.wait())
+                old.close()
+                await old.wait_closed()
+                future = link.request(beat(4))
+                successor = Coordinator(lambda session: answer_all(session, 2))
+                async with unix_serve(successor, str(paths[1]), ping_interval=None):
+                    assert await within(future) == 4
+                    assert link.target == Target(str(paths[1]))
+
+        asyncio.run(main())
+
+    def test_targets_are_asked_for_anew_each_time(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            paths = [tmp_path / f"{n}.sock" for n in "ab"]
+            targets = [Target(str(paths[0]))]
+            nobody = asyncio.Event()
+            link = Link(lambda: targets, hello_of, lambda _: None, on_refused=lambda _: nobody.set())
+            async with running(link), unix_serve(Coordinator(answer_all), str(paths[1]), ping_interval=None):
+                await within(nobody.wait())
+                targets[:] = [Target(str(paths[1]))]
+                assert await within(link.request(beat(1))) == 1
+
+        asyncio.run(main())
+
+    def test_it_gives_up_naming_where_it_looked(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            link = Link(at(tmp_path / "a.sock", tmp_path / "b.sock"), hello_of, lambda _: None, give_up_s=0.2)
+            with pytest.raises(RefusedError, match=r"a\.sock, .*b\.sock for 0\.2 s"):
+                await within(link.run())
+
+        asyncio.run(main())
+
+    def test_a_coordinator_that_asks_for_patience_is_asked_again(self, tmp_path: Path) -> None:
+        async def busy(session: Session) -> None:
+            hello = await session.challenge()
+            why = "node name 'n' is taken by host h pid 1"
+            await session.send(m.Reply(epoch=1, id=hello.id, ok=False, error=why, result={"retry": True}))
+
+        async def main() -> None:
+            coordinator = Coordinator(busy, busy, answer_all)
+            async with linked(tmp_path, coordinator) as (link, _, _):
+                assert await within(link.request(beat(2))) == 2
+            assert coordinator.connections == 3
+
+        asyncio.run(main())
+
+
+class TestDrop:
+    def test_a_dropped_connection_is_made_again_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        async def silent(session: Session) -> None:
+            await session.greet()
+            await session.until_gone()
+
+        async def main() -> None:
+            async with linked(tmp_path, Coordinator(silent, answer_all)) as (link, _, _):
+                await within(link.welcomed.wait())
+                future = link.request(beat(6))
+                while not link.connected:
+                    await asyncio.sleep(0.001)
+                link.drop()
+                assert await within(future) == 6
+
+        asyncio.run(main())
+
+    def test_a_request_that_is_forgotten_is_not_sent_again(self, tmp_path: Path) -> None:
+        async def silent(session: Session) -> None:
+            await session.greet()
+            await session.until_gone()
+
+        async def main() -> None:
+            async with linked(tmp_path, Coordinator(silent, answer_all)) as (link, _, _):
+                old = link.request(beat(1))
+                while not link.connected:
+                    await asyncio.sleep(0.001)
+                link.forget(old)
+                link.drop()
+                assert await within(link.request(beat(2))) == 2
+                assert not old.done()
+
+        asyncio.run(main())
+
+    def test_a_cut_lasts_as_long_as_it_was_asked_for(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            async with linked(tmp_path, Coordinator(answer_all)) as (link, _, _):
+                await within(link.request(beat(1)))
+                began = time.monotonic()
+                link.cut(0.3)
+                assert await within(link.request(beat(2))) == 2
+                assert time.monotonic() - began >= 0.3
+
+        asyncio.run(main())
+
+
+class TestNetwork:
+    """Over TCP with TLS: the pin before anything is said, then the proof of the token."""
+
+    TOKEN = make_token().encode()
+
+    @asynccontextmanager
+    async def serving(self, coordinator: Coordinator, token: bytes | None) -> AsyncIterator[Target]:
+        context = server_context(token) if token is not None else None
+        async with serve(coordinator, "127.0.0.1", 0, ssl=context, ping_interval=None) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            yield Target(f"127.0.0.1:{port}", token is not None)
+
+    @pytest.mark.parametrize("tls", [True, False])
+    def test_the_proof_answers_the_challenge(self, tls: bool) -> None:
+        hellos: list[m.Hello] = []
+
+        async def asking(session: Session) -> None:
+            hellos.append(await session.challenge(nonce="fresh"))
+            await session.send(m.Welcome(epoch=1, attempt=0, boot_id="b", anchor_utc_ns=1, anchor_boot_ns=1))
+            await session.until_gone()
+
+        async def main() -> None:
+            async with self.serving(Coordinator(asking), self.TOKEN if tls else None) as target:
+                link = Link(lambda: [target], hello_of, lambda _: None, token=self.TOKEN)
+                async with running(link):
+                    before_ns = time.monotonic_ns()
+                    await within(link.welcomed.wait())
+                    assert before_ns <= link.hello_sent_ns <= time.monotonic_ns()
+
+        asyncio.run(main())
+        (hello,) = hellos
+        assert proven(self.TOKEN, "fresh", "r", "n", hello.proof)
+        assert self.TOKEN.decode() not in to_json(hello).decode()
+
+    def test_a_coordinator_with_another_key_is_told_nothing(self) -> None:
+        heard: list[Any] = []
+
+        async def impostor(session: Session) -> None:
+            with suppress(ConnectionClosed):
+                heard.append(await session.challenge())
+
+        async def main() -> None:
+            async with self.serving(Coordinator(impostor), make_token().encode()) as target:
+                link = Link(lambda: [target], hello_of, lambda _: None, 0.3, self.TOKEN)
+                with pytest.raises(RefusedError, match=r"pin .* check that all hosts have the same token"):
+                    await within(link.run())
+
+        asyncio.run(main())
+        assert heard == []
+
+    def test_the_next_endpoint_is_tried_after_one_with_another_key(self) -> None:
+        async def main() -> None:
+            impostor = Coordinator(lambda session: session.until_gone())
+            async with (
+                self.serving(impostor, make_token().encode()) as wrong,
+                self.serving(Coordinator(answer_all), self.TOKEN) as right,
+            ):
+                link = Link(lambda: [wrong, right], hello_of, lambda _: None, token=self.TOKEN)
+                async with running(link):
+                    assert await within(link.request(beat(3))) == 3
+                    assert link.target == right
+
+        asyncio.run(main())
+
+    def test_an_answer_that_is_no_websocket_is_tried_again(self) -> None:
+        asked: list[bytes] = []
+
+        async def web_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+        async def main() -> None:
+            async with await asyncio.start_server(web_page, "127.0.0.1", 0) as server:
+                target = Target(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+                link = Link(lambda: [target], hello_of, lambda _: None, 0.3, self.TOKEN)
+                with pytest.raises(RefusedError, match="no coordinator at 127"):
+                    await within(link.run())
+
+        asyncio.run(main())
+        # Nothing of the token travels in what is sent before the pin and the challenge.
+        assert len(asked) > 1
+        assert not any(self.TOKEN in text for text in asked)

@@ -170,6 +170,17 @@ CASES: dict[str, tuple[Ended, str, str, int, bool]] = {
         0,
         False,
     ),
+    # a test of the nodes says nothing about the script
+    "gang check done": (ended(probe=True), "gang_check", "restart", 0, False),
+    "gang check failed, budget used": (ended(fails(status=1), probe=True, **used), "gang_check", "restart", 0, False),
+    "gang check failed with no progress before": (
+        ended(fails(), probe=True, **stuck),
+        "gang_check",
+        "restart",
+        0,
+        False,
+    ),
+    "gang check, asked to stop": (ended(probe=True, stop_signum=15), "stopped", "end", 143, False),
     # a rank asked for the end
     "request_stop": (ended(workload="stop", **unknown), "workload_stop", "end", 93, False),
     "request_stop, another code wanted": (
@@ -241,7 +252,15 @@ def test_every_rule_of_the_table_has_a_case_and_its_name() -> None:
 
 
 ORDER = (
-    *("stopped", "workload_stop", "succeeded", "numerical_guard", "config_or_code_bug", "same_failure_twice"),
+    *(
+        "stopped",
+        "gang_check",
+        "workload_stop",
+        "succeeded",
+        "numerical_guard",
+        "config_or_code_bug",
+        "same_failure_twice",
+    ),
     *("failed_before_first_step", "no_progress", "address_in_use", "node_lost", "node_excluded"),
     *("budget_exhausted", "restart"),
 )
@@ -259,7 +278,7 @@ def test_the_text_of_a_rule_says_what_it_does() -> None:
             continue
         said = {"93": "--no-restart-exit-code"}.get(str(code), str(code)) if action == "end" else ""
         said = "128+n" if rule == "stopped" else said
-        assert says[rule].startswith(action)
+        assert says[rule].startswith("next cycle" if rule == "gang_check" else action)
         assert (f"end, {said}" == says[rule]) if action == "end" else (("counted" in says[rule]) == counted)
 
 
@@ -290,7 +309,9 @@ def test_the_reason_of_a_rank_is_the_message() -> None:
 def test_no_progress_names_count_marker_and_flags() -> None:
     outcome = decide(CASES["no progress"][0])
     assert (outcome.verdict, outcome.cause) == ("no_restart", "no_progress")
-    assert outcome.message.startswith("3 failed cycles in a row, each with less than 1 iterations of progress (marker 100;")
+    assert outcome.message.startswith(
+        "3 failed cycles in a row, each with less than 1 iterations of progress (marker 100;"
+    )
     assert "--max-no-progress-cycles" in outcome.message and "--min-progress-iterations" in outcome.message
 
 
@@ -397,6 +418,7 @@ endings = st.builds(
     workload=st.sampled_from([None, None, "stop", "exclude"]),
     excluded=st.sampled_from([[], ["a"]]),
     never_stepped=st.booleans(),
+    probe=st.booleans(),
     progress=st.builds(Progress, last=st.sampled_from([None, 0, 7]), count=st.integers(0, 4)),
     max_no_progress_cycles=st.integers(0, 3),
     no_restart_exit_code=st.sampled_from([93, 17]),
@@ -411,8 +433,8 @@ def test_invariants_of_every_decision(known: Ended) -> None:
         assert outcome.exit_code == 0
         assert not outcome.counted or known.counted_restarts < known.max_restarts
         assert outcome.counted == (outcome.rule == "restart")
-        assert known.workload != "stop"
-        assert not known.max_no_progress_cycles or known.progress.count < known.max_no_progress_cycles
+        assert known.probe or known.workload != "stop"
+        assert known.probe or not known.max_no_progress_cycles or known.progress.count < known.max_no_progress_cycles
     else:
         # 3 to 6 mean something else, and 0 is only for success.
         assert outcome.exit_code in (0, 1, 42, 43, 129, 130, 143, known.no_restart_exit_code)

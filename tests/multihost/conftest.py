@@ -35,7 +35,7 @@ def make_net(hosts_possible: None, tmp_path: Path) -> Iterator[MakeNet]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """"STEP SHA256" of the weights at the end of an uninterrupted run with so many ranks, on one host."""
+    """ "STEP SHA256" of the weights at the end of an uninterrupted run with so many ranks, on one host."""
     known: dict[int, str] = {}
 
     def of(world: int) -> str:
@@ -43,7 +43,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
             folder = tmp_path_factory.mktemp("reference")
             (folder / "gate").touch()
             launch = Launch(
-                folder, script(), "--nproc-per-node", str(world), "script.py", GATE=str(folder / "gate"), OMP_NUM_THREADS="1"
+                folder,
+                script(),
+                "--nproc-per-node",
+                str(world),
+                "script.py",
+                GATE=str(folder / "gate"),
+                OMP_NUM_THREADS="1",
             )
             code = launch.finish()
             Launch.started.remove(launch)

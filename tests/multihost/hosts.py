@@ -156,7 +156,7 @@ class Host:
             more += ["--rdzv-conf", f"lease={LEASE_S:g}"]
         if verb == "run":
             more += ["--node-name", node or self.name]
-        environment = {
+        environment: dict[str, Any] = {
             "GLOO_SOCKET_IFNAME": LINK,
             "OMP_NUM_THREADS": "1",
             "XDG_RUNTIME_DIR": str(self.own),
@@ -311,7 +311,7 @@ def wait_record(
             break
         time.sleep(POLL_S)
     tail = "\n".join(str(r)[:300] for r in read_records(run_dir)[-12:]) if (run_dir / "journal").exists() else "none"
-    said = "\n".join(f"---- {launch.process.args[-30:]}\n{launch.output}" for launch in Launch.started)  # type: ignore[index]
+    said = "\n".join(f"---- {launch.process.args!r}\n{launch.output}" for launch in Launch.started)
     raise AssertionError(f"{len(found)} of {count} {kind!r} records; the journal's end:\n{tail}\n{said}")
 
 
@@ -349,7 +349,11 @@ def mark_ns(run_dir: Path, kind: str, cycle: int) -> int:
 
 def ends(*launches: Launch) -> set[str]:
     """Digests of the final weights that ranks of these launchers printed, "STEP SHA256" each."""
-    return {f"{m[1]} {m[2]}" for launch in launches for m in re.finditer(r"^.*\bend (\d+) ([0-9a-f]{64})$", launch.output, re.M)}
+    return {
+        f"{m[1]} {m[2]}"
+        for launch in launches
+        for m in re.finditer(r"^.*\bend (\d+) ([0-9a-f]{64})$", launch.output, re.M)
+    }
 
 
 def check_success(launches: list[Launch], reference: str, printed_by: int) -> None:

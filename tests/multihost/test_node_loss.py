@@ -65,7 +65,9 @@ def test_a_dead_launcher_is_replaced_at_once_on_its_guardians_word(make_net: Mak
             wait_record(net.run_dir, "started", lambda r: (r["cycle"], r["node"]) == (1, spare))["started_ns"],
         )
     )
-    print(f"spare swap: launcher killed to its loss known {told_s:.3f} s, to ranks started on the spare {started_s:.3f} s")
+    print(
+        f"spare swap: launcher killed to its loss known {told_s:.3f} s, to ranks started on the spare {started_s:.3f} s"
+    )
     assert told_s < LEASE_S, "found by its lease only"
     net.open_gate()
     living = [launches[n] for n in launches if n != victim]
@@ -105,10 +107,9 @@ def test_two_hosts_at_once(make_net: MakeNet, reference: Reference) -> None:
     launches[one].wait_line(r"completed 7$")
     launches[one].signal(signal.SIGKILL)
     next(h for h in others if h.name == two).kill()
-    last = max(1, lost(net.run_dir, two)["t_ns"] and 1)
+    lost(net.run_dir, two)
     after = wait_record(net.run_dir, "cycle", lambda r: not {one, two} & set(seats(r)))
     assert set(seats(after)) == set(before["spares"])
-    assert last
     net.open_gate()
     living = [coordinator, *(launches[n] for n in before["spares"])]
     check_success(living, reference(2), printed_by=2)
@@ -123,8 +124,7 @@ def test_more_failures_than_spares_ends_with_a_named_error(make_net: MakeNet) ->
     assert launches["h1"].finish() == 1
     verdict = launches["h1"].verdict
     assert (verdict["outcome"], verdict["cause"]) == ("failed", "join_timeout")
-    assert "no spare" in verdict["message"]
-    assert "h2" in verdict["message"]
+    assert "1 of 2 nodes within 4 s (h1)" in verdict["message"]
     assert "join_timeout" in launches["h1"].output
     launches["h1"].check_partition()
 
@@ -150,15 +150,16 @@ def test_rolling_restart_of_all_launchers(make_net: MakeNet, reference: Referenc
     net = make_net(2)
     launches = start(net, "--nnodes", "2")
     wait_cycle(net.run_dir, 0)
+    launches["h2"].wait_line(r"completed 7$")
     for host in reversed(net.hosts):
         newest = records(net.run_dir, "cycle")[-1]["cycle"]
-        launches[host.name].wait_line(r"completed (7|1\d|2\d)$")
         launches[host.name].signal(signal.SIGKILL)
         launches[host.name].process.wait()
         lost(net.run_dir, host.name)
         launches[host.name] = host.launch("--nnodes", "2")
-        cycle = wait_cycle(net.run_dir, newest + 1)
-        assert seats(cycle) == seats(records(net.run_dir, "cycle")[0]), "ranks moved"
-        mark_ns(net.run_dir, "first_step", newest + 1)
+        launches[host.name].wait_line(r"completed \d+$")
+        cycle = records(net.run_dir, "cycle")[-1]
+        assert cycle["cycle"] > newest
+        assert seats(cycle) == ["h1", "h2"], "ranks moved"
     net.open_gate()
     check_success(list(launches.values()), reference(2), printed_by=2)

@@ -106,10 +106,7 @@ class Agent:
         standby = self._standby_endpoint()
         if standby is not None:
             patience_s = SILENCE_SHARE * self.config.lease_s * self.config.endpoints.index(standby)
-            linked: Callable[[], bool] = lambda: self._link.connected or self._coordinator is not None  # noqa: E731
-            others.append(
-                asyncio.ensure_future(stand_by(self.run_dir, patience_s, linked, lambda: self._take_over(standby)))
-            )
+            others.append(asyncio.ensure_future(self._stand_by(standby, patience_s)))
         for task in others:
             task.add_done_callback(self._on_task_end)
         try:
@@ -204,7 +201,7 @@ class Agent:
         # The own coordinator listens at one of the endpoints; should it be superseded, the others have the next one.
         return local + (remote if len(remote) > 1 else [])
 
-    def _start_coordinator(self, endpoint: str | None) -> None:
+    def _start_coordinator(self, endpoint: str | None, takes_over: bool = False) -> None:
         self._coordinator = coordinator_child(
             self.config,
             self._sockets,
@@ -214,6 +211,7 @@ class Agent:
             self.say,
             self._on_hopeless,
             self._on_coordinator_left,
+            takes_over=takes_over,
         )
         self._coordinator.start()
 
@@ -237,10 +235,21 @@ class Agent:
             return None
         return next((e for e in self.config.endpoints[1:] if is_own(e)), None)
 
+    async def _stand_by(self, endpoint: str, patience_s: float) -> None:
+        renewal = self._renewal
+        await stand_by(
+            self.run_dir,
+            patience_s,
+            lambda: renewal.heard_s,
+            lambda: self._coordinator is not None,
+            lambda: self._take_over(endpoint),
+        )
+
     def _take_over(self, endpoint: str) -> None:
         if self._coordinator is None and not self._over:
             self.say(f"no sign of the coordinator any more; taking over at {endpoint}")
-            self._start_coordinator(endpoint)
+            self._start_coordinator(endpoint, takes_over=True)
+            self._link.drop()
 
     def _hello(self, epoch: int) -> m.Hello:
         networked = bool(self.config.endpoints)

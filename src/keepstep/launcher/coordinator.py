@@ -35,12 +35,16 @@ from keepstep.launcher.state import JobShape, Record
 from keepstep.launcher.topology import read_topology
 from keepstep.records.codec import from_json, to_json, to_pretty_json
 from keepstep.records.cycle import Cycle
+from keepstep.records.errors import StorageError
 
 CHANGES_VIEW = ("cycle", "started", "stopped")
 TIMED = ("node", "excluded", "decision", "workload", "stop_request")
 """Records that no mark stands beside: they carry their own time, for people."""
 OUTGOING_MAX = 2000
 """Messages that may wait for one connection before it is given up."""
+VIEW_RETRY_S = 1.0
+VIEW_REST = 5
+"""After cycles were written this many times as long passes before they are written again."""
 HOLD_OPEN_S = 30.0
 """How long the verdict is held open for nodes that have not heard it."""
 
@@ -94,8 +98,19 @@ class Connection:
 class Coordinator:
     """Wires the job's state to its journal and to the agents' connections."""
 
-    def __init__(self, run_dir: Path, launch: str, started_boot_ns: int, admission: Admission, stays: bool) -> None:
-        """`stays`: it waits for agents even when none is there (`keepstep coordinator`)."""
+    def __init__(
+        self,
+        run_dir: Path,
+        launch: str,
+        started_boot_ns: int,
+        admission: Admission,
+        stays: bool = False,
+        takes_over: bool = False,
+    ) -> None:
+        """`stays`: it waits for agents even when none is there (`keepstep coordinator`).
+
+        `takes_over`: it follows one of another host, whose agents live on: their attempt goes on.
+        """
         self.config = config = from_json((run_dir / "run.json").read_bytes(), RunConfig)
         self.run_dir = run_dir
         self.admission = admission
@@ -110,12 +125,16 @@ class Coordinator:
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()
         self._launch = launch
-        new = not opens or opens[-1]["launch"] != launch
+        new = not opens or (opens[-1]["launch"] != launch and not takes_over)
         self.attempt = _next_attempt(self.job.attempt) if new else self.job.attempt
         self.servers: list[Any] = []
         self.leases = LeaseBook(config.lease_s, longest_s=self.job.longest_lease_s)
         self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._connections: dict[str, Connection] = {}
+        self._ended_views: dict[int, Cycle] = {}
+        """Records of cycles that ended, to be written."""
+        self._view_changed = asyncio.Event()
+        self._view_lock = asyncio.Lock()
         self._just_welcomed: list[str] = []
         self._told_version = -1
         self._waiters: list[tuple[str, m.KvWait, float]] = []
@@ -259,7 +278,7 @@ class Coordinator:
 
     async def serve(self) -> None:
         """Handle messages until the job is over and every agent knows."""
-        watcher = asyncio.create_task(self._watch())
+        beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._write_views())]
         try:
             while not self._finished():
                 batch = [await self._queue.get()]
@@ -267,7 +286,8 @@ class Coordinator:
                     batch.append(self._queue.get_nowait())
                 await self._handle_batch(batch)
         finally:
-            watcher.cancel()
+            for task in beside:
+                task.cancel()
             self.admission.report()
             for server in self.servers:
                 server.should_exit = True
@@ -294,7 +314,6 @@ class Coordinator:
         records: list[Record] = []
         replies: list[tuple[str, m.FromCoordinator]] = []
         answers: list[tuple[asyncio.Future[m.Reply], m.Reply]] = []
-        views: dict[int, Cycle] = {}
         changed = False
 
         def take(new: list[Record]) -> None:
@@ -305,7 +324,7 @@ class Coordinator:
                 self.job.apply(record)
                 if record["type"] in ("decision", "verdict") and self.job.cycle is not None:
                     # Taken now: the next record of this batch may already open the next cycle.
-                    views[self.job.cycle.number] = cycle_record(self.job, ended=True)
+                    self._ended_views[self.job.cycle.number] = cycle_record(self.job, ended=True)
                 changed = changed or record["type"] in CHANGES_VIEW
             records.extend(new)
 
@@ -332,9 +351,7 @@ class Coordinator:
         self._join_expired = False
         while due := self.job.advance(self.anchor.now(), self._connections.__contains__, self._last_call):
             take(due)
-        if changed and self.job.cycle is not None and self.job.last_cycle not in views:
-            views[self.job.last_cycle] = cycle_record(self.job, ended=False)
-        await self._make_durable(records, views)
+        await self._make_durable(records)
         self.leases.longest_s = max(self.leases.longest_s, self.job.longest_lease_s)
         for node, reply in replies:
             if not (isinstance(reply, m.Reply) and reply.id < 0):
@@ -344,16 +361,17 @@ class Coordinator:
                 answer.set_result(result)
         self._answer_waiters()
         self._command_all()
-        if views and self.job.phase != "done":
-            # After the commands: a restart does not wait for files that the journal can make again.
-            await asyncio.to_thread(self._write_cycles, views)
+        if changed or self._ended_views:
+            self._view_changed.set()
 
-    async def _make_durable(self, records: list[Record], views: dict[int, Cycle]) -> None:
+    async def _make_durable(self, records: list[Record]) -> None:
         if records:
             await asyncio.to_thread(self.journal.append, records)
             self._leave_if_superseded()
         if any(r["type"] == "verdict" for r in records):
-            await asyncio.to_thread(self._write_end, views)
+            async with self._view_lock:
+                await asyncio.to_thread(self._write_end, self._ended_views)
+                self._ended_views = {}
 
     def _seen_ns(self, node: str) -> int:
         """When a node was last heard of, in UTC."""
@@ -530,6 +548,31 @@ class Coordinator:
             (self.run_dir / "journal" / "alive").write_text(f"{self.journal.epoch} {time.monotonic_ns()}\n")
 
     # ---- views: files that people and tools read, all made again from the journal
+
+    async def _write_views(self) -> None:
+        """Keep the files of cycles up to date, beside everything else: no restart waits for them.
+
+        At 16,384 ranks each takes a tenth of a second of this process, so that they are written less often than they change.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._view_changed.wait()
+            self._view_changed.clear()
+            began = loop.time()
+            async with self._view_lock:
+                ended, self._ended_views = self._ended_views, {}
+                views = dict(ended)
+                if self.job.phase in ("running", "stopping"):
+                    views[self.job.last_cycle] = cycle_record(self.job, ended=False)
+                try:
+                    await asyncio.to_thread(self._write_cycles, views)
+                except (StorageError, OSError) as error:
+                    # The journal has it all; should that fail too, this process ends.
+                    print(f"coordinator: a cycle's file is not up to date: {error}", file=sys.stderr, flush=True)
+                    self._ended_views = ended | self._ended_views
+                    self._view_changed.set()
+                    await asyncio.sleep(VIEW_RETRY_S)
+            await asyncio.sleep(VIEW_REST * (loop.time() - began))
 
     def _write_cycles(self, views: dict[int, Cycle]) -> None:
         for record in views.values():

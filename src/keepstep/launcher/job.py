@@ -95,7 +95,7 @@ class Job(JobState):
             case m.WorkloadRequest():
                 return self.workload(message, now_ns), self._reply(message)
             case m.GetCycle():
-                return [], self._reply(message, self.rank_map())
+                return [], self._reply(message, c.rank_map)
             case _:
                 return [], self._refusal(message, "unexpected message")
 
@@ -411,13 +411,6 @@ class Job(JobState):
         if self.cycle is None:
             return "waiting"
         return "active" if node in self.cycle.index else "spare"
-
-    def rank_map(self) -> dict[str, Any]:
-        """Who runs which rank in the current cycle."""
-        c = self.cycle
-        if c is None:
-            return {}
-        return {"node_spans": c.layout, "active_nodes": c.nodes, "spare_nodes": c.spares, "scatter": c.scatter}
 
     def command_for(self, node: str) -> m.FromCoordinator | None:
         """What `node` should be told in this state; agents ignore what they already do."""

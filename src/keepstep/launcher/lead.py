@@ -161,6 +161,7 @@ def coordinator_child(
     on_hopeless: Callable[[str], bool],
     on_left: Callable[[], None] = lambda: None,
     stays: bool = False,
+    takes_over: bool = False,
 ) -> Child:
     """The coordinator of this run. `endpoint`: where it listens for other hosts, None for this host only."""
     arguments = ["--run-dir", config.run_dir, "--socket", str(sockets / "coordinator.sock")]
@@ -169,6 +170,8 @@ def coordinator_child(
         arguments += ["--listen", endpoint, "--log-addr", log_address(config, endpoint)]
     if stays:
         arguments.append("--stays")
+    if takes_over:
+        arguments.append("--takes-over")
     log = Path(config.run_dir) / "logs" / "launcher.log"
     return Child(
         "coordinator",

@@ -6,8 +6,8 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal
 
 import msgspec
 from websockets.asyncio.client import connect, unix_connect
@@ -126,7 +126,8 @@ class Link:
             began_ns = time.monotonic_ns()
             refused = []
             pin: PinError | None = None
-            for target in self._targets() if time.monotonic() >= self._cut_until else []:
+            targets = self._targets()
+            async for target in knock(targets) if time.monotonic() >= self._cut_until else knock([]):
                 try:
                     if await self._try(target):
                         lost_at = time.monotonic()
@@ -139,7 +140,7 @@ class Link:
                 except (OSError, ConnectionClosed, InvalidHandshake, TimeoutError, EOFError):
                     pass
             self._connection = None
-            if refused and len(refused) == len(self._targets()):
+            if refused and len(refused) == len(targets):
                 self._on_refused(began_ns)
             if self._give_up_s is not None and time.monotonic() - lost_at > self._give_up_s:
                 where = ", ".join(t.address for t in self._targets())
@@ -237,3 +238,45 @@ class Link:
             error = ChannelError(message.error or "refused")
             error.result = message.result  # type: ignore[attr-defined]
             entry[1].set_exception(error)
+
+
+async def knock(targets: list[Target]) -> AsyncIterator[Target]:
+    """The order in which to try places: as given, but of several hosts those first that answer first.
+
+    A host that is gone does not answer at all, and must not keep anybody from the one that has taken over. Hosts that say nothing
+    are left out this time; those that refuse come last, for the caller to find that out.
+    """
+    remote = [t for t in targets if not t.local]
+    for target in targets:
+        if target.local or len(remote) == 1:
+            yield target
+    if len(remote) <= 1:
+        return
+    asked = {asyncio.ensure_future(_answers(t)): t for t in remote}
+    refusing: list[Target] = []
+    try:
+        while asked:
+            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                target, answer = asked.pop(task), task.result()
+                if answer == "open":
+                    yield target
+                elif answer == "refused":
+                    refusing.append(target)
+        for target in refusing:
+            yield target
+    finally:
+        for task in asked:
+            task.cancel()
+
+
+async def _answers(target: Target) -> Literal["open", "refused", "silent"]:
+    host, _, port = target.address.rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), OPEN_ONE_OF_MANY_S)
+    except ConnectionRefusedError:
+        return "refused"
+    except (OSError, TimeoutError):
+        return "silent"
+    writer.close()
+    return "open"

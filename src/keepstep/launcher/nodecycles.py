@@ -140,6 +140,9 @@ class NodeCycles:
         try:
             if command.agent_store and command.node_index == 0:
                 await self._starter.have_store(command.master_port)
+            if command.cycle != self.number:
+                # Told of a newer one meanwhile: the job has gone on without this one, and nobody would stop its ranks.
+                return None
             local, specs, files = self._starter.prepare(command)
             expect_steps = self.expect_steps and not command.probe
             cycle = self.current = LocalCycle(self, command, local, expect_steps, self._learned_hangs)

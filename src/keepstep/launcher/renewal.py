@@ -17,6 +17,8 @@ from keepstep.launcher.link import Link
 SILENCE_SHARE = 0.4
 """Share of a lease without a sign of the coordinator after which another one is looked for, where there may be one."""
 
+LOOKS = 4
+"""Looks at the connection between two renewals."""
 CLOCK_AGE_NS = 600 * 10**9
 """Clocks of hosts drift apart by some parts in a million: an older reading makes way for a slower one."""
 
@@ -46,22 +48,45 @@ class Renewal:
         self._clock_rtt_ns = 0
         self._rtt_s = 0.0
         self._sent: dict[asyncio.Future[Any], int] = {}
+        self.heard_s = time.monotonic()
+        """When the coordinator last showed life on a connection (CLOCK_MONOTONIC)."""
 
     async def run(self) -> None:
         """Renew until cancelled."""
         while True:
             if self._link.connected:
                 self._send()
-            else:
-                # Sent again on another connection, they would renew nothing.
-                for future in self._sent:
-                    self._link.forget(future)
-                self._sent.clear()
-            await asyncio.sleep(self.lease_s / RENEWALS)
-            silence_s = (time.monotonic_ns() - min(self._sent.values(), default=time.monotonic_ns())) / 1e9
-            if silence_s > (SILENCE_SHARE if self._several else 1.0) * self.lease_s:
-                # A connection across a cut is not closed by anybody.
+            await self._look_on(self.lease_s / RENEWALS)
+
+    async def _look_on(self, wait_s: float) -> None:
+        """Wait for the time of the next renewal; give up a connection on which nothing comes, and renew at once on a new one.
+
+        A connection across a cut is not closed by anybody.
+        """
+        limit_s = (SILENCE_SHARE if self._several else 1.0) * self.lease_s
+        look_s = wait_s / LOOKS
+        for _ in range(LOOKS):
+            before = time.monotonic()
+            connected = self._link.connected
+            await asyncio.sleep(look_s)
+            now = time.monotonic()
+            if now - before > 2 * look_s:
+                # This process did not run itself: what came meanwhile has not been read yet.
+                self.heard_s = now
+            if not self._link.connected:
+                self._forget()
+            elif not connected:
+                self.heard_s = now
+                return
+            elif self._sent and now - self.heard_s > limit_s:
+                self._forget()
                 self._link.drop()
+
+    def _forget(self) -> None:
+        """Sent again on another connection, old renewals would renew nothing."""
+        for future in self._sent:
+            self._link.forget(future)
+        self._sent.clear()
 
     def _send(self) -> None:
         cycle, completed, at_ns = self._sample()
@@ -74,6 +99,7 @@ class Renewal:
         sent_ns = self._sent.pop(future, None)
         if sent_ns is None or future.cancelled() or future.exception() is not None:
             return
+        self.heard_s = time.monotonic()
         answer = future.result() or {}
         rtt_ns = time.monotonic_ns() - sent_ns
         self._rtt_s = rtt_ns / 1e9
@@ -94,21 +120,27 @@ class Renewal:
         self._on_extended(from_ns + int(self.lease_s * 1e9))
 
 
-async def stand_by(run_dir: Path, patience_s: float, linked: Callable[[], bool], take_over: Callable[[], None]) -> None:
+async def stand_by(
+    run_dir: Path,
+    patience_s: float,
+    heard_s: Callable[[], float],
+    leads: Callable[[], bool],
+    take_over: Callable[[], None],
+) -> None:
     """Call `take_over` whenever the coordinator shows no life for `patience_s`, neither to this launcher nor in the journal folder.
 
     The folder is what keeps a launcher that is merely cut off from taking a job that runs well: a coordinator counts up a file
-    there (`Coordinator.show_life`).
+    there (`Coordinator.show_life`). `heard_s`: when this launcher last heard of it. `leads`: whether it is this launcher's own.
     """
     alive = run_dir / "journal" / "alive"
     seen, since = b"", time.monotonic()
     while True:
-        await asyncio.sleep(patience_s / 5)
+        await asyncio.sleep(patience_s / 10)
         now = b""
         with contextlib.suppress(OSError):
             now = alive.read_bytes()
-        if linked() or now != seen or not now:
+        if leads() or now != seen or not now:
             seen, since = now, time.monotonic()
-        elif time.monotonic() - since > patience_s:
+        elif time.monotonic() - max(since, heard_s()) > patience_s:
             take_over()
             since = time.monotonic() + 5 * patience_s

@@ -91,6 +91,9 @@ class RankStarter:
 
     async def have_store(self, port: int) -> None:
         """Have the cycle's store listening on `port` before any rank starts. Raises PortTakenError."""
+        if port == self.next_port:
+            # Offered once only, also when this node joins again: ranks of a cycle must not find the store of another.
+            self.new_port()
         if self._store is not None and self._store.port == port:
             return
         _end_store(self._store)

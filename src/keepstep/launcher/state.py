@@ -7,6 +7,7 @@ make records are in `job`. All of it stays cheap at thousands of nodes: nothing 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import Counter
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import msgspec
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.noprogress import Progress
+from keepstep.records.codec import to_json
 from keepstep.records.cycle import RankPlace, VerdictFile
 from keepstep.records.exits import exit_status_name
 from keepstep.records.timeline import Mark
@@ -139,9 +141,13 @@ class CycleState:
         self.drained = False
         self.rolled_back = False
         self.marked: set[str] = set()
-        self.rank_map: msgspec.Raw | None = None
         self.pids: dict[int, int] = {}
         self.exits: dict[int, str] = {}
+
+    @functools.cached_property
+    def rank_map(self) -> msgspec.Raw:
+        """Who runs which rank, as JSON: every node of a large job asks for it."""
+        return msgspec.Raw(to_json({"node_spans": self.layout, "spare_nodes": self.spares, "scatter": self.scatter}))
 
     def node_of(self, rank: int | None) -> str | None:
         """Node that a rank runs on, None for no such rank."""
