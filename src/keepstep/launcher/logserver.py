@@ -1,0 +1,469 @@
+"""The log writer of a job: one process that takes the output of all nodes and writes it into the run folder.
+
+    python -m keepstep.launcher.logserver --run-dir D --run-id R --listen HOST:PORT|unix:PATH [--token-fd N] [--no-tls]
+
+The wire format is in logwire.py, the files and what happens after a SIGKILL in logstore.py. It prints one JSON line
+`{"listening": [...]}` when it is ready, ends on SIGTERM after it has written what it has, or when no agent was there for
+--idle-s. A run folder has one writer at a time; a second one waits --wait-s for the first to end.
+
+Memory: while more than --memory-mb of output waits for the disk, no connection is read, and the sockets slow the agents down.
+Beside that a connection costs what was read of an unfinished frame: SMALL_FRAME_BYTES, or a whole frame on BIG_FRAMES of them.
+A full disk stops acknowledgements, so agents keep what they can; writing is tried again every second.
+
+Refused connections are counted by reason in logs/funnel.json, with what was written and what was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, cast
+
+from keepstep.launcher import logwire as w
+from keepstep.launcher.config import RunConfig
+from keepstep.launcher.files import write_atomic
+from keepstep.launcher.logstore import LAUNCHER_LOG, Batch, LogStore
+from keepstep.launcher.trust import find_token, proven, server_context
+from keepstep.records.codec import from_json, to_json, to_pretty_json
+from keepstep.records.errors import ConfigError, KeepstepError, StorageError
+
+HELLO_S = 10.0
+RETRY_S = 1.0
+REPEAT_ACK_S = 2.0
+GATHER_S = 0.005
+GATHER_BYTES = 1 << 20
+"""A batch below this size waits GATHER_S for more, so that many small writers cost few writes."""
+SMALL_FRAME_BYTES = 1 << 17
+BIG_FRAMES = 16
+BIG_FRAME_S = 30.0
+SOCKET_BYTES = 1 << 16
+UNREAD_ACKS_BYTES = 1 << 16
+MAX_CONNECTIONS = 10_000
+
+
+class Writer:
+    """State that all connections share: the batch that grows, the one being written, and who may not be read."""
+
+    def __init__(self, store: LogStore, run_id: str, token: bytes | None, memory_bytes: int) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.token = token
+        self.refused: Counter[str] = Counter()
+        self.connections: set[Connection] = set()
+        self.nodes: dict[str, Connection] = {}
+        self.accepted: dict[str, tuple[str, int]] = dict(store.seqs)
+        """Node -> (life, last frame taken): what is on file and what waits to be."""
+        self.frames = self.size_bytes = self.unwritten_bytes = self.failed_writes = 0
+        self.big_frames = BIG_FRAMES
+        self.waiting_big: deque[Connection] = deque()
+        self.full = False
+        self._memory_bytes = memory_bytes
+        self._batch = Batch()
+        self._work = asyncio.Event()
+        self._ending = False
+
+    # ---- what comes in
+
+    def take(self, node: str, life: str, item: w.Text | w.Evidence) -> None:
+        """Add a frame to the batch; one that was taken before is skipped."""
+        if item.seq <= self.accepted[node][1]:
+            return
+        self.accepted[node] = (life, item.seq)
+        if isinstance(item, w.Evidence):
+            self._batch.evidence.append((node, item))
+            size = len(item.data) + 256
+        else:
+            name, prefix = f"cycle-{item.cycle:04d}.log", b"[rank %d] " % item.rank
+            if item.rank == w.LAUNCHER_RANK:
+                name, prefix = LAUNCHER_LOG, f"[{node}] ".encode()
+            text = w.prefixed(prefix, item.data)
+            self._batch.texts.setdefault(name, []).append(text)
+            size = len(text) + 64
+        self._batch.seqs[node] = (life, item.seq)
+        self._batch.size_bytes += size
+        self.frames += 1
+        self.size_bytes += len(item.data)
+        self.unwritten_bytes += size
+        self._work.set()
+        if self.unwritten_bytes > self._memory_bytes and not self.full:
+            self.full = True
+            for each in self.connections:
+                each.update_reading()
+
+    # ---- to the disk
+
+    async def write_forever(self) -> None:
+        """Write batch after batch; returns after `end` when nothing is left, or when the disk does not take the rest."""
+        while True:
+            await self._work.wait()
+            if self._batch.size_bytes < GATHER_BYTES and not self._ending:
+                await asyncio.sleep(GATHER_S)
+            self._work.clear()
+            batch, self._batch = self._batch, Batch()
+            if batch.size_bytes and not await self._write(batch):
+                return
+            self._acknowledge(batch)
+            if self._ending and not self._batch.size_bytes:
+                return
+
+    def end(self) -> None:
+        """Let write_forever return."""
+        self._ending = True
+        self._work.set()
+
+    async def _write(self, batch: Batch) -> bool:
+        failed = False
+        while True:
+            try:
+                await asyncio.to_thread(self.store.write, batch)
+                if failed:
+                    say("the log files can be written again")
+                return True
+            except OSError as error:
+                self.failed_writes += 1
+                if not failed:
+                    say(f"the log files cannot be written: {error.strerror}; trying again every {RETRY_S:g} s")
+                failed = True
+            if self._ending:
+                return False
+            await asyncio.sleep(RETRY_S)
+
+    def _acknowledge(self, batch: Batch) -> None:
+        self.unwritten_bytes -= batch.size_bytes
+        for node, (life, seq) in batch.seqs.items():
+            connection = self.nodes.get(node)
+            if connection is not None and connection.life == life:
+                connection.acknowledge(seq)
+        if self.full and self.unwritten_bytes <= self._memory_bytes // 2:
+            self.full = False
+            for each in self.connections:
+                each.update_reading()
+
+    async def repeat_acks(self) -> None:
+        """Show agents whose frames wait for the disk that somebody is here."""
+        while True:
+            await asyncio.sleep(REPEAT_ACK_S)
+            for node, connection in self.nodes.items():
+                written = self.store.seqs.get(node, ("", 0))
+                if self.accepted.get(node) != written and connection.life:
+                    connection.acknowledge(written[1] if written[0] == connection.life else 0)
+
+    def status(self) -> dict[str, Any]:
+        """What logs/funnel.json says."""
+        return {
+            "schema": "keepstep.funnel/1",
+            "pid": os.getpid(),
+            "nodes": len(self.nodes),
+            "frames": self.frames,
+            "size_bytes": self.size_bytes,
+            "failed_writes": self.failed_writes,
+            "evidence_refused": self.store.evidence_refused,
+            "copy_lost_bytes": self.store.copy_lost_bytes,
+            "refused": dict(self.refused),
+        }
+
+
+class Connection(asyncio.Protocol):
+    """One agent, or somebody who has not shown yet that it is one."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.life = ""
+        self._node = ""
+        self._writer = writer
+        self._nonce = secrets.token_hex(16)
+        self._buffer = bytearray()
+        self._big = False
+        self._waits_big = False
+        self._reading = True
+        self._gone = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer: asyncio.TimerHandle | None = None
+        if hasattr(transport, "set_read_buffer_limits"):  # TLS keeps records of its own
+            transport.set_read_buffer_limits(SOCKET_BYTES)
+        if len(self._writer.connections) >= MAX_CONNECTIONS:
+            self._writer.refused["too many connections"] += 1
+            self._gone = True
+            self._transport.abort()
+            return
+        self._writer.connections.add(self)
+        self._transport.write(w.json_frame(w.CHALLENGE, w.Challenge(self._nonce)))
+        self._limit_time(HELLO_S, "no hello")
+        self.update_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gone = True
+        self._limit_time(None)
+        self._writer.connections.discard(self)
+        if self._writer.nodes.get(self._node) is self:
+            del self._writer.nodes[self._node]
+        self._release_big()
+
+    def data_received(self, data: bytes) -> None:
+        if self._gone:
+            return
+        self._buffer += data
+        try:
+            for kind, body in w.take_frames(self._buffer, w.MAX_FRAME_BYTES if self._node else w.MAX_HELLO_BYTES):
+                self._on_frame(kind, body)
+        except w.WireError as error:
+            self._refuse(error)
+            return
+        self._release_big()
+        self._want_big()
+
+    def _on_frame(self, kind: int, body: bytes) -> None:
+        if not self._node:
+            if kind != w.HELLO:
+                raise w.WireError("no hello", f"frame of kind {kind}")
+            self._admit(w.parse_hello(body))
+        elif kind == w.DATA:
+            self._writer.take(self._node, self.life, w.parse_text(body))
+        elif kind == w.EVIDENCE:
+            self._writer.take(self._node, self.life, w.parse_evidence(body))
+        else:
+            raise w.WireError("unknown kind", str(kind))
+
+    def _admit(self, hello: w.Hello) -> None:
+        writer = self._writer
+        if writer.token is not None and not proven(writer.token, self._nonce, hello.run_id, hello.node, hello.proof):
+            raise w.WireError("no proof of the job token")
+        if hello.run_id != writer.run_id:
+            raise w.WireError("wrong run", repr(hello.run_id[:100]))
+        older = writer.nodes.get(hello.node)
+        if older is not None:
+            older.drop()
+        self._node, self.life = hello.node, hello.life
+        writer.nodes[hello.node] = self
+        if writer.accepted.get(hello.node, ("", 0))[0] != hello.life:
+            writer.accepted[hello.node] = (hello.life, 0)
+        written = writer.store.seqs.get(hello.node, ("", 0))
+        self._limit_time(None)
+        self._transport.write(w.json_frame(w.WELCOME, w.Welcome(written[1] if written[0] == hello.life else 0)))
+
+    def _refuse(self, error: w.WireError) -> None:
+        self._writer.refused[error.reason] += 1
+        self._transport.write(w.json_frame(w.REFUSED, w.Refused(str(error)[:300])))
+        self._gone = True
+        self._buffer.clear()
+        self._transport.close()
+        # A peer that reads nothing cannot hold the connection open.
+        asyncio.get_running_loop().call_later(HELLO_S, self._transport.abort)
+
+    def drop(self) -> None:
+        """Close without a word: the same node has a newer connection."""
+        self._gone = True
+        self._transport.abort()
+
+    def finish(self) -> None:
+        """Close after the last acknowledgement is out."""
+        self._gone = True
+        self._transport.close()
+
+    def acknowledge(self, seq: int) -> None:
+        if self._transport.get_write_buffer_size() > UNREAD_ACKS_BYTES:
+            self._writer.refused["reads no acks"] += 1
+            self.drop()
+            return
+        if not self._gone:
+            self._transport.write(w.frame(w.ACK, w.SEQ.pack(seq)))
+
+    # ---- memory
+
+    def update_reading(self) -> None:
+        """Read exactly while there is memory for it."""
+        wanted = not (self._writer.full or self._waits_big)
+        if wanted != self._reading and not self._gone and not self._transport.is_closing():
+            self._reading = wanted
+            if wanted:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def _want_big(self) -> None:
+        if self._big or self._waits_big or w.wanted_bytes(self._buffer) <= SMALL_FRAME_BYTES:
+            return
+        if self._writer.big_frames:
+            self._writer.big_frames -= 1
+            self._big = True
+            self._limit_time(BIG_FRAME_S, "unfinished frame")
+        else:
+            self._waits_big = True
+            self._writer.waiting_big.append(self)
+            self.update_reading()
+
+    def _release_big(self) -> None:
+        """After a big frame is whole, or its connection gone: the next connection in line may read one."""
+        if not self._big or (not self._gone and w.wanted_bytes(self._buffer) > SMALL_FRAME_BYTES):
+            return
+        self._big = False
+        self._limit_time(None)
+        self._writer.big_frames += 1
+        while self._writer.waiting_big and self._writer.big_frames:
+            following = self._writer.waiting_big.popleft()
+            if not following._gone:
+                following._waits_big = False
+                following._want_big()
+                following.update_reading()
+
+    def _limit_time(self, seconds: float | None, reason: str = "") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = None if seconds is None else loop.call_later(seconds, self._refuse, w.WireError(reason))
+
+
+def say(text: str) -> None:
+    print(f"log writer: {text}", file=sys.stderr, flush=True)
+
+
+async def _listen(writer: Writer, addresses: list[str], tls: bool) -> tuple[list[asyncio.Server], list[str]]:
+    """Raises ConfigError for an address that is none, StorageError for one that cannot be listened on."""
+    loop = asyncio.get_running_loop()
+    context = server_context(writer.token) if writer.token is not None and tls else None
+    servers, shown = [], []
+    for address in addresses:
+        kind, _, path = address.partition("unix:")
+        try:
+            if not kind and path:
+                Path(path).unlink(missing_ok=True)
+                servers.append(await loop.create_unix_server(lambda: Connection(writer), path, backlog=4096))
+                shown.append(address)
+                continue
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(f"--listen {address!r}: give HOST:PORT or unix:PATH")
+            sock = socket.create_server(
+                (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=4096
+            )
+            # Accepted connections inherit it: what the kernel holds for a connection stays small, too.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            servers.append(await loop.create_server(lambda: Connection(writer), sock=sock, ssl=context, backlog=4096))
+            shown.append(f"{host}:{sock.getsockname()[1]}")
+        except OSError as error:
+            raise StorageError(f"--listen {address}: cannot listen: {error.strerror}; choose another port") from error
+    return servers, shown
+
+
+async def _publish(writer: Writer, path: Path, idle_s: float, end: asyncio.Event) -> None:
+    """Keep logs/funnel.json, and notice that nobody needs this process any more."""
+    loop = asyncio.get_running_loop()
+    last: dict[str, Any] = {}
+    seen = loop.time()
+    while True:
+        status = writer.status()
+        if status != last:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(write_atomic, path, to_pretty_json(status))
+            last = status
+        if writer.nodes:
+            seen = loop.time()
+        elif loop.time() - seen > idle_s:
+            say("no agent left; leaving")
+            end.set()
+        await asyncio.sleep(1.0)
+
+
+async def serve(
+    store: LogStore,
+    run_dir: Path,
+    run_id: str,
+    *,
+    token: bytes | None,
+    listen: list[str],
+    tls: bool,
+    memory_bytes: int,
+    idle_s: float,
+) -> None:
+    """Take output until SIGTERM or until nobody is left, then write the rest."""
+    end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end.set)
+    writer = Writer(store, run_id, token, memory_bytes)
+    servers, shown = await _listen(writer, listen, tls)
+    print(to_json({"listening": shown}).decode(), flush=True)
+    writing = asyncio.ensure_future(writer.write_forever())
+    path = run_dir / "logs" / "funnel.json"
+    helpers = [asyncio.ensure_future(_publish(writer, path, idle_s, end)), asyncio.ensure_future(writer.repeat_acks())]
+    await end.wait()
+    for server in servers:
+        server.close()
+    writer.end()
+    await writing
+    for helper in helpers:
+        helper.cancel()
+    for connection in list(writer.connections):
+        connection.finish()
+    with contextlib.suppress(OSError):
+        write_atomic(path, to_pretty_json(writer.status()))
+
+
+async def _open_store(run_dir: Path, prefix: str | None, wait_s: float) -> LogStore:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + wait_s
+    while True:
+        try:
+            return LogStore(run_dir, prefix)
+        except StorageError:
+            if loop.time() > until:
+                raise
+        await asyncio.sleep(0.1)
+
+
+async def _main(args: argparse.Namespace) -> None:
+    token = find_token(None if args.token_fd is None else f"/dev/fd/{args.token_fd}")
+    over_network = [a for a in args.listen if not a.startswith("unix:")]
+    if over_network and token is None:
+        raise ConfigError(f"--listen {over_network[0]}: an address of a network needs the job token (--token-fd)")
+    run_dir = Path(args.run_dir)
+    run_json = run_dir / "run.json"
+    prefix = from_json(run_json.read_bytes(), RunConfig).log_prefix if run_json.exists() else None
+    store = await _open_store(run_dir, prefix, args.wait_s)
+    await serve(
+        store,
+        run_dir,
+        args.run_id,
+        token=token,
+        listen=args.listen,
+        tls=not args.no_tls,
+        memory_bytes=int(args.memory_mb * (1 << 20)),
+        idle_s=args.idle_s,
+    )
+    store.close()
+
+
+def main() -> None:
+    """Entry point of the log writer process."""
+    parser = argparse.ArgumentParser(prog="keepstep-logserver")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--listen", required=True, action="append", metavar="HOST:PORT|unix:PATH")
+    parser.add_argument("--token-fd", type=int, help="descriptor that the job token is read from")
+    parser.add_argument("--no-tls", action="store_true", help="clear text, still with proof of the token")
+    parser.add_argument("--memory-mb", type=float, default=64.0, help="output that may wait for the disk")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="end after this long without an agent")
+    parser.add_argument("--wait-s", type=float, default=5.0, help="how long another writer may take to end")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        asyncio.run(_main(args))
+    except KeepstepError as error:
+        say(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
