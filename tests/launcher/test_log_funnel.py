@@ -3,153 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from keepstep.launcher import logwire as w
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.logbuffer import SendBuffer
-from keepstep.launcher.logs import LogThread, Stream
+from keepstep.launcher.logs import LogThread
 from keepstep.launcher.logsinks import FunnelSink
-from keepstep.launcher.trust import client_context, prove
 from keepstep.records.codec import to_pretty_json
-
-LIMIT_S = 30.0
-RUN = "run-1"
-TOKEN = b"a token of a test, long enough"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.01)
-
-
-class Server:
-    """A log writer process. `start` again after `kill` listens on the same address."""
-
-    def __init__(
-        self, folder: Path, *, token: bytes | None = TOKEN, listen: str = "127.0.0.1:0", flags: list[str]
-    ) -> None:
-        self.run_dir = folder
-        self.address = listen
-        self._token = token
-        self._flags = flags
-        self.stderr = folder / "writer.err"
-        self.start()
-
-    def start(self) -> None:
-        read_end, write_end = os.pipe()
-        if self._token is not None:
-            os.write(write_end, self._token)
-        os.close(write_end)
-        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(self.run_dir), "--run-id", RUN]
-        command += ["--listen", self.address, *self._flags]
-        command += ["--token-fd", str(read_end)] if self._token is not None else []
-        with self.stderr.open("ab") as err:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, pass_fds=[read_end])
-        os.close(read_end)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.stderr.read_text()
-        (self.address,) = json.loads(line)["listening"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self._reap()
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        return self._reap()
-
-    def _reap(self) -> int:
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.wait(LIMIT_S)
-
-    def log(self, name: str = "cycle-0000.log") -> list[bytes]:
-        """Lines of a file; it ends with a whole one."""
-        content = (self.run_dir / "logs" / name).read_bytes()
-        assert content == b"" or content.endswith(b"\n")
-        return content.split(b"\n")[:-1]
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.run_dir / "logs" / "funnel.json").read_bytes())
-        return found
-
-    def wait_refused(self, reason: str, times: int = 1) -> None:
-        path = self.run_dir / "logs" / "funnel.json"
-        wait_until(lambda: path.exists() and self.status()["refused"].get(reason) == times)
-
-
-class Agent:
-    """A log thread that sends to a log writer; `pipe` gives the write end of one rank's stdout."""
-
-    def __init__(self, server: Server, node: str = "node-a", *, token: bytes | None = TOKEN, tls: bool = True) -> None:
-        self.logs = LogThread(node)
-        self.logs.use_funnel(server.address, RUN, node, token, tls)
-        self.logs.start_cycle(server.run_dir / "not-used.log", 0)
-
-    def pipe(self, rank: int, name: str = "stdout") -> int:
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        self.logs.add(
-            Stream(
-                fd=read_end,
-                rank=rank,
-                local_rank=rank,
-                name=name,
-                pending=bytearray(),
-                console=None,
-                console_prefix=b"",
-                extra=None,
-            )
-        )
-        return write_end
-
-    def write(self, rank: int, *chunks: bytes) -> threading.Thread:
-        """A rank that prints and ends, in a thread."""
-        thread = threading.Thread(target=send, args=(self.pipe(rank), *chunks))
-        thread.start()
-        return thread
-
-    def close(self) -> None:
-        self.logs.close()
-
-
-def send(fd: int, *chunks: bytes) -> None:
-    for chunk in chunks:
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(fd, view) :]
-    os.close(fd)
-
-
-def numbers(lines: list[bytes]) -> dict[int, list[int]]:
-    """Rank -> the numbers in its lines, which have the form "[rank R] N ..."."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for line in lines:
-        match = re.match(rb"\[rank (\d+)\] (\d+)", line)
-        assert match, line[:100]
-        found[int(match[1])].append(int(match[2]))
-    return found
+from tests.launcher.log_harness import (
+    LIMIT_S,
+    RUN,
+    TOKEN,
+    Agent,
+    Client,
+    Server,
+    numbers,
+    unread_bytes,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -291,10 +175,10 @@ class TestKilledWriter:
         agents = [join(server, f"node-{n}") for n in range(2)]
         count, chance = 40_000, random.Random(7)
         threads = [a.write(i, *(b"%d %s\n" % (n, b"x" * 60) for n in range(count))) for i, a in enumerate(agents)]
-        path = server.run_dir / "logs" / "cycle-0000.log"
         for _ in range(5):
-            size = path.stat().st_size if path.exists() else 0
-            wait_until(lambda size=size: (path.exists() and path.stat().st_size > size) or not threads[0].is_alive())
+            size_bytes = server.log_bytes()
+            while server.log_bytes() == size_bytes and threads[0].is_alive():
+                time.sleep(0.001)
             time.sleep(chance.uniform(0, 0.03))
             server.kill()
             server.start()
@@ -382,224 +266,59 @@ def test_a_flooding_rank_delays_no_other(start: Start, join: Join) -> None:
     """The writer is stopped while one rank prints all that it can; then another rank says one line."""
     server = start()
     agent = join(server)
-    server.process.send_signal(signal.SIGSTOP)
-    flood = agent.write(
-        0, *[b"".join(b"%d %s\n" % (n, b"f" * 1000) for n in range(k, k + 1000)) for k in range(0, 30_000, 1000)]
-    )
-    wait_until(lambda: agent.logs.counts().held_bytes > (4 << 20))
-    started = time.monotonic()
     quiet = agent.pipe(1)
+    server.process.send_signal(signal.SIGSTOP)
+    count = 30_000
+    flood = agent.write(0, b"".join(b"%d %s\n" % (n, b"f" * 1000) for n in range(count)))
+    wait_until(lambda: agent.logs.counts().held_bytes > (4 << 20))
     os.write(quiet, b"0 heard\n")
-    assert time.monotonic() - started < 1.0
-    wait_until(lambda: not select_ready(quiet) or True)
+    wait_until(lambda: unread_bytes(quiet) == 0)
+    assert flood.is_alive()
     server.process.send_signal(signal.SIGCONT)
     flood.join()
     os.close(quiet)
     assert agent.logs.drain(LIMIT_S)
     lines = server.log()
-    assert numbers(lines) == {0: list(range(30_000)), 1: [0]}
-    before = sum(len(x) for x in lines[: lines.index(b"[rank 1] 0 heard")])
-    assert before < 4 << 20  # of 30 MB: the line was not behind all that its neighbour had to say
+    assert numbers(lines) == {0: list(range(count)), 1: [0]}
+    before = sum(map(len, lines[: lines.index(b"[rank 1] 0 heard")]))
+    assert before < 2 << 20  # it did not wait behind all that its neighbour had to say
 
 
-class Client:
-    """Somebody who speaks the wire format, well or badly."""
-
-    def __init__(self, address: str, tls: bool = True) -> None:
-        host, _, port = address.rpartition(":")
-        self.sock: socket.socket = socket.create_connection((host, int(port)), timeout=LIMIT_S)
-        if tls:
-            context: ssl.SSLContext = client_context()
-            self.sock = context.wrap_socket(self.sock)
-        self.file = self.sock.makefile("rb")
-        kind, body = self.frame()
-        assert kind == w.CHALLENGE
-        self.nonce = msgspec.json.decode(body, type=w.Challenge).nonce
-
-    def frame(self) -> tuple[int, bytes]:
-        head = self.file.read(w.FRAME_HEAD.size)
-        if len(head) < w.FRAME_HEAD.size:
-            return 0, b""
-        length, kind = w.FRAME_HEAD.unpack(head)
-        return kind, self.file.read(length - 1)
-
-    def hello(
-        self, node: str = "node-b", run_id: str = RUN, token: bytes = TOKEN, life: str = "life"
-    ) -> tuple[int, bytes]:
-        proof = prove(token, self.nonce, run_id, node)
-        self.sock.sendall(w.json_frame(w.HELLO, w.Hello(run_id=run_id, node=node, life=life, proof=proof)))
-        return self.frame()
-
-    def close(self) -> None:
-        self.file.close()
-        self.sock.close()
-
-
-class TestRefused:
-    @pytest.fixture
-    def server(self, start: Start) -> Server:
-        return start()
-
-    @pytest.fixture
-    def client(self, server: Server, cleanup: contextlib.ExitStack) -> Client:
-        client = Client(server.address)
-        cleanup.callback(client.close)
-        return client
-
-    def test_another_token(self, server: Server, client: Client) -> None:
-        kind, body = client.hello(token=b"not the token of this job")
-        assert kind == w.REFUSED
-        assert b"no proof" in body
-        assert client.frame() == (0, b"")
-        server.wait_refused("no proof of the job token")
-
-    def test_a_proof_for_another_run(self, server: Server, client: Client) -> None:
-        assert client.hello(run_id="run-2")[0] == w.REFUSED
-        server.wait_refused("wrong run")
-
-    def test_a_repeated_proof(self, server: Server, client: Client) -> None:
-        """The nonce differs from connection to connection."""
-        other = Client(server.address)
-        other.nonce = client.nonce
-        assert other.hello()[0] == w.REFUSED
-        other.close()
-        server.wait_refused("no proof of the job token")
-
-    @pytest.mark.parametrize("node", ["", "../../etc", "a/b", ".hidden", "a\nb", "x" * 101, "nöde", "a\0b"])
-    def test_a_node_name_that_is_none(self, node: str, server: Server, client: Client) -> None:
-        assert client.hello(node=node)[0] == w.REFUSED
-        server.wait_refused("node name")
-
-    def test_data_before_hello(self, server: Server, client: Client) -> None:
-        client.sock.sendall(w.data_frame(1, 0, 0, w.STDOUT, b"hi\n"))
-        assert client.frame()[0] == w.REFUSED
-        server.wait_refused("no hello")
-        assert not (server.run_dir / "logs" / "cycle-0000.log").exists()
-
-    def test_a_large_frame_before_hello(self, server: Server, client: Client) -> None:
-        client.sock.sendall(w.FRAME_HEAD.pack(w.MAX_HELLO_BYTES + 1, w.HELLO))
-        assert client.frame()[0] == w.REFUSED
-        server.wait_refused("oversized")
-
-    @pytest.mark.parametrize(
-        ("frame", "reason"),
-        [
-            (w.data_frame(1, -1, 0, w.STDOUT, b"x\n"), "cycle"),
-            (w.data_frame(1, w.MAX_CYCLE, 0, w.STDOUT, b"x\n"), "cycle"),
-            (w.data_frame(1, 0, -2, w.STDOUT, b"x\n"), "rank"),
-            (w.data_frame(1, 0, -1, w.STDOUT, b"x\n"), "rank"),
-            (w.data_frame(1, 0, w.MAX_RANK, w.STDOUT, b"x\n"), "rank"),
-            (w.data_frame(1, 0, 0, 9, b"x\n"), "rank"),
-            (w.frame(w.DATA, b"short"), "malformed"),
-            (w.frame(w.EVIDENCE, b"short"), "malformed"),
-            (w.evidence_frame(1, 0, 0, "../name", b"x"), "evidence name"),
-            (w.evidence_frame(1, 0, 0, "..", b"x"), "evidence name"),
-            (w.frame(w.EVIDENCE, w.EVIDENCE_HEAD.pack(1, 0, 0, 255) + b"name"), "evidence name"),
-            (w.evidence_frame(1, -1, 0, "name", b"x"), "cycle"),
-            (w.frame(99, b""), "unknown kind"),
-            (w.json_frame(w.HELLO, w.Hello(run_id=RUN, node="again", life="l")), "unknown kind"),
-            (w.FRAME_HEAD.pack(w.MAX_FRAME_BYTES + 1, w.DATA), "oversized"),
-            (w.FRAME_HEAD.pack(0, 0), "malformed"),
-        ],
-    )
-    def test_a_frame_that_is_none(self, frame: bytes, reason: str, server: Server, client: Client) -> None:
-        assert client.hello()[0] == w.WELCOME
-        client.sock.sendall(frame)
-        assert client.frame()[0] == w.REFUSED
-        server.wait_refused(reason)
-        assert sorted(p.name for p in (server.run_dir / "logs").iterdir() if not p.name.startswith(".")) == [
-            "funnel.json"
-        ]
-
-    def test_a_frame_sent_twice_is_written_once(self, server: Server, client: Client) -> None:
-        assert client.hello()[0] == w.WELCOME
-        client.sock.sendall(w.data_frame(1, 0, 5, w.STDOUT, b"once\n") * 2 + w.data_frame(2, 0, 5, w.STDOUT, b"last\n"))
-        while w.SEQ.unpack(client.frame()[1])[0] < 2:
-            pass
-        again = Client(server.address)
-        kind, body = again.hello()
-        assert (kind, msgspec.json.decode(body)) == (w.WELCOME, {"seq": 2})
-        again.sock.sendall(w.data_frame(2, 0, 5, w.STDOUT, b"last\n") + w.data_frame(3, 0, 5, w.STDOUT, b"new\n"))
-        while w.SEQ.unpack(again.frame()[1])[0] < 3:
-            pass
-        again.close()
-        assert server.log() == [b"[rank 5] once", b"[rank 5] last", b"[rank 5] new"]
-
-    def test_an_agent_with_another_token_keeps_away_from_a_writer_it_does_not_know(self, server: Server) -> None:
-        agent = Agent(server, token=b"another token, just as long")
-        wait_until(lambda: "pin" in (agent.logs.problem() or ""))
-        agent.close()
-
-
-class TestEvidence:
-    def test_a_file_arrives_under_its_node_and_cycle(self, start: Start, join: Join) -> None:
-        server = start()
-        agent = join(server)
-        data = random.Random(1).randbytes(300_000)
-        assert agent.logs.send_evidence(3, "stacks-rank-00001.txt", data)
-        assert agent.logs.send_evidence(3, "empty", b"")
-        assert agent.logs.drain(LIMIT_S)
-        folder = server.run_dir / "evidence" / "cycle-0003" / "node-a"
-        assert (folder / "stacks-rank-00001.txt").read_bytes() == data
-        assert (folder / "empty").read_bytes() == b""
-        assert agent.logs.send_evidence(3, "stacks-rank-00001.txt", b"again")
-        assert agent.logs.drain(LIMIT_S)
-        assert (folder / "stacks-rank-00001.txt").read_bytes() == b"again"
-
-    def test_names_and_sizes_are_bounded_here(self, start: Start, join: Join) -> None:
-        agent = join(start())
-        for name in ("../x", "a/b", "", ".x"):
-            assert not agent.logs.send_evidence(0, name, b"x")
-        assert not agent.logs.send_evidence(0, "large", bytes(w.EVIDENCE_FILE_BYTES + 1))
-
-    def test_sizes_are_bounded_there(self, start: Start, cleanup: contextlib.ExitStack) -> None:
-        server = start("--no-tls")
-        client = Client(server.address, tls=False)
-        cleanup.callback(client.close)
-        client.hello()
-        block = bytes(1 << 20)
-        seq = 0
-        for number in range(18):
-            for piece in range(4):
-                seq += 1
-                client.sock.sendall(w.evidence_frame(seq, 0, piece << 20, f"file-{number}", block))
-        client.sock.sendall(w.evidence_frame(seq + 1, 1, 4 << 20, "beyond", b"x"))
-        while w.SEQ.unpack(client.frame()[1])[0] < seq + 1:
-            pass
-        files = [p for p in (server.run_dir / "evidence").rglob("*") if p.is_file()]
-        assert sum(p.stat().st_size for p in files) == w.EVIDENCE_CYCLE_BYTES
-        wait_until(lambda: server.status()["evidence_refused"] == 9)
-
-
-def select_ready(fd: int) -> bool:
-    return os.get_blocking(fd)
-
-
-def rss_bytes(pid: int) -> int:
+def peak_rss_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no VmHWM")
 
 
-def test_memory_of_the_writer_is_bounded(start: Start, cleanup: contextlib.ExitStack) -> None:
-    """64 clients that send as fast as they can, for a disk that takes nothing for a while."""
-    server = start("--no-tls", "--memory-mb", "16")
-    blocked = server.run_dir / "logs" / "cycle-0000.log"
-    blocked.mkdir()
-    idle_bytes = rss_bytes(server.process.pid)
+@pytest.mark.parametrize("size_bytes", [60_000, w.MAX_TEXT_BYTES], ids=["small frames", "large frames"])
+def test_memory_of_the_writer_is_bounded(size_bytes: int, start: Start, cleanup: contextlib.ExitStack) -> None:
+    """64 clients that send as fast as they can, for a disk that takes nothing."""
+    server = start("--no-tls", "--memory-mb", "16", "--status-s", "0.05")
+    (server.run_dir / "logs" / "cycle-0000.log").mkdir()  # no file can be opened there
+    idle_bytes = peak_rss_bytes(server.process.pid)
     clients = [Client(server.address, tls=False) for _ in range(64)]
-    text = (b"x" * 99 + b"\n") * 600
+    frames = 4_000_000 // size_bytes
+    text = b"x" * (size_bytes - 1) + b"\n"
+    stream = memoryview(b"".join(w.data_frame(seq, 0, 0, w.STDOUT, text) for seq in range(1, frames + 1)))
+    left = {}
     for number, client in enumerate(clients):
         cleanup.callback(client.close)
         assert client.hello(node=f"node-{number}", life=f"life-{number}")[0] == w.WELCOME
         client.sock.setblocking(False)
-    sent = 0
-    for seq in range(1, 40):  # 2.4 MB each, until the sockets take no more
-        for client in clients:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else the kernel here holds all of it
+        left[client] = stream
+    blocked_since = time.monotonic()
+    while time.monotonic() - blocked_since < 0.5:
+        for client, rest in left.items():
             with contextlib.suppress(BlockingIOError):
-                sent += client.sock.send(w.data_frame(seq, 0, 0, w.STDOUT, text))
+                left[client] = rest[client.sock.send(rest[: 1 << 18]) :]
+                blocked_since = time.monotonic()
     wait_until(lambda: server.status()["failed_writes"] > 0)
-    used_bytes = rss_bytes(server.process.pid) - idle_bytes
-    assert sent > 16 << 20
-    assert used_bytes < (16 << 20) + 64 * (1 << 17) + (16 << 20)
+    assert server.status()["refused"] == {}
+    taken_bytes = server.status()["size_bytes"]
+    used_bytes = peak_rss_bytes(server.process.pid) - idle_bytes
+    assert all(left.values()), "every client is held up"
+    assert 16 << 20 <= taken_bytes <= (16 << 20) + 2 * size_bytes
+    # The frames that wait, and unfinished ones: at most 128 KiB each, a large one on 16 of the connections.
+    assert used_bytes < (16 << 20) + 48 * (1 << 17) + 16 * (5 << 18)

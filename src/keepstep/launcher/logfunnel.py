@@ -123,7 +123,7 @@ class Funnel:
                 sending.cancel()
                 await asyncio.wait({sending})
         finally:
-            writer.transport.abort()
+            await _abort(writer)
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._address.startswith("unix:"):
@@ -136,7 +136,7 @@ class Funnel:
             try:
                 check_pin(writer.get_extra_info("ssl_object"), self._token)
             except PinError:
-                writer.transport.abort()
+                await _abort(writer)
                 raise
         writer.transport.set_write_buffer_limits(SOCKET_BYTES)
         return reader, writer
@@ -197,6 +197,14 @@ async def _body(reader: asyncio.StreamReader, head: bytes, wanted: int) -> bytes
     if kind != wanted:
         raise _LostError(f"the log writer sent a frame of kind {kind}")
     return body
+
+
+async def _abort(writer: asyncio.StreamWriter) -> None:
+    """Close at once, and let the loop see the end of the transport before it is closed itself."""
+    writer.transport.abort()
+    with contextlib.suppress(OSError, ssl.SSLError, TimeoutError):
+        async with asyncio.timeout(1.0):
+            await writer.wait_closed()
 
 
 def _reason(error: BaseException | None) -> str:

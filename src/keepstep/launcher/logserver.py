@@ -356,7 +356,7 @@ async def _listen(writer: Writer, addresses: list[str], tls: bool) -> tuple[list
     return servers, shown
 
 
-async def _publish(writer: Writer, path: Path, idle_s: float, end: asyncio.Event) -> None:
+async def _publish(writer: Writer, path: Path, every_s: float, idle_s: float, end: asyncio.Event) -> None:
     """Keep logs/funnel.json, and notice that nobody needs this process any more."""
     loop = asyncio.get_running_loop()
     last: dict[str, Any] = {}
@@ -372,7 +372,7 @@ async def _publish(writer: Writer, path: Path, idle_s: float, end: asyncio.Event
         elif loop.time() - seen > idle_s:
             say("no agent left; leaving")
             end.set()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(every_s)
 
 
 async def serve(
@@ -384,6 +384,7 @@ async def serve(
     listen: list[str],
     tls: bool,
     memory_bytes: int,
+    status_s: float,
     idle_s: float,
 ) -> None:
     """Take output until SIGTERM or until nobody is left, then write the rest."""
@@ -394,7 +395,10 @@ async def serve(
     print(to_json({"listening": shown}).decode(), flush=True)
     writing = asyncio.ensure_future(writer.write_forever())
     path = run_dir / "logs" / "funnel.json"
-    helpers = [asyncio.ensure_future(_publish(writer, path, idle_s, end)), asyncio.ensure_future(writer.repeat_acks())]
+    helpers = [
+        asyncio.ensure_future(_publish(writer, path, status_s, idle_s, end)),
+        asyncio.ensure_future(writer.repeat_acks()),
+    ]
     await end.wait()
     for server in servers:
         server.close()
@@ -437,6 +441,7 @@ async def _main(args: argparse.Namespace) -> None:
         listen=args.listen,
         tls=not args.no_tls,
         memory_bytes=int(args.memory_mb * (1 << 20)),
+        status_s=args.status_s,
         idle_s=args.idle_s,
     )
     store.close()
@@ -451,6 +456,7 @@ def main() -> None:
     parser.add_argument("--token-fd", type=int, help="descriptor that the job token is read from")
     parser.add_argument("--no-tls", action="store_true", help="clear text, still with proof of the token")
     parser.add_argument("--memory-mb", type=float, default=64.0, help="output that may wait for the disk")
+    parser.add_argument("--status-s", type=float, default=1.0, help="how often logs/funnel.json may change")
     parser.add_argument("--idle-s", type=float, default=60.0, help="end after this long without an agent")
     parser.add_argument("--wait-s", type=float, default=5.0, help="how long another writer may take to end")
     args = parser.parse_args()
