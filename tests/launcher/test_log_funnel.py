@@ -321,4 +321,5 @@ def test_memory_of_the_writer_is_bounded(size_bytes: int, start: Start, cleanup:
     assert all(left.values()), "every client is held up"
     assert 16 << 20 <= taken_bytes <= (16 << 20) + 2 * size_bytes
     # The frames that wait, and unfinished ones: at most 128 KiB each, a large one on 16 of the connections.
+    print(f"{used_bytes / 1e6:.1f} MB for {taken_bytes / 1e6:.1f} MB of output")
     assert used_bytes < (16 << 20) + 48 * (1 << 17) + 16 * (5 << 18)

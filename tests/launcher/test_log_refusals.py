@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Iterator
 
 import msgspec
@@ -38,6 +39,14 @@ class TestRefused:
         client = Client(server.address)
         yield client
         client.close()
+
+    def test_somebody_who_speaks_no_tls(self, server: Server) -> None:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT_S) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while sock.recv(100):
+                pass
+        server.wait_refused("no TLS")
 
     def test_another_token(self, server: Server, client: Client) -> None:
         kind, body = client.hello(token=b"not the token of this job")

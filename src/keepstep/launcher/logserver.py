@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import secrets
@@ -32,6 +33,7 @@ from keepstep.launcher import logwire as w
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_atomic
 from keepstep.launcher.logstore import LAUNCHER_LOG, Batch, LogStore
+from keepstep.launcher.slimtls import SharedReads, SlimTls
 from keepstep.launcher.trust import find_token, proven, server_context
 from keepstep.records.codec import from_json, to_json, to_pretty_json
 from keepstep.records.errors import ConfigError, KeepstepError, StorageError
@@ -42,10 +44,14 @@ REPEAT_ACK_S = 2.0
 GATHER_S = 0.005
 GATHER_BYTES = 1 << 20
 """A batch below this size waits GATHER_S for more, so that many small writers cost few writes."""
+READ_BYTES = 1 << 16
+BATCH_BYTES = 8 << 20
+"""A larger one is written by parts, so that reading goes on while the disk is busy."""
 SMALL_FRAME_BYTES = 1 << 17
 BIG_FRAMES = 16
 BIG_FRAME_S = 30.0
-SOCKET_BYTES = 1 << 16
+SOCKET_BYTES = 1 << 18
+"""What the kernel may hold of a connection. Much less, and senders on loopback (64 KiB segments) wait for window probes."""
 UNREAD_ACKS_BYTES = 1 << 16
 MAX_CONNECTIONS = 10_000
 
@@ -67,7 +73,7 @@ class Writer:
         self.waiting_big: deque[Connection] = deque()
         self.full = False
         self._memory_bytes = memory_bytes
-        self._batch = Batch()
+        self._batches = deque([Batch()])
         self._work = asyncio.Event()
         self._ending = False
 
@@ -78,18 +84,21 @@ class Writer:
         if item.seq <= self.accepted[node][1]:
             return
         self.accepted[node] = (life, item.seq)
+        if self._batches[-1].size_bytes > BATCH_BYTES:
+            self._batches.append(Batch())
+        batch = self._batches[-1]
         if isinstance(item, w.Evidence):
-            self._batch.evidence.append((node, item))
+            batch.evidence.append((node, item))
             size = len(item.data) + 256
         else:
             name, prefix = f"cycle-{item.cycle:04d}.log", b"[rank %d] " % item.rank
             if item.rank == w.LAUNCHER_RANK:
                 name, prefix = LAUNCHER_LOG, f"[{node}] ".encode()
             text = w.prefixed(prefix, item.data)
-            self._batch.texts.setdefault(name, []).append(text)
+            batch.texts.setdefault(name, []).append(text)
             size = len(text) + 64
-        self._batch.seqs[node] = (life, item.seq)
-        self._batch.size_bytes += size
+        batch.seqs[node] = (life, item.seq)
+        batch.size_bytes += size
         self.frames += 1
         self.size_bytes += len(item.data)
         self.unwritten_bytes += size
@@ -104,16 +113,19 @@ class Writer:
     async def write_forever(self) -> None:
         """Write batch after batch; returns after `end` when nothing is left, or when the disk does not take the rest."""
         while True:
-            await self._work.wait()
-            if self._batch.size_bytes < GATHER_BYTES and not self._ending:
+            if not self._batches[0].size_bytes:
+                if self._ending:
+                    return
+                self._work.clear()
+                await self._work.wait()
+            if self._batches[0].size_bytes < GATHER_BYTES and not self._ending:
                 await asyncio.sleep(GATHER_S)
-            self._work.clear()
-            batch, self._batch = self._batch, Batch()
+            batch = self._batches.popleft()
+            if not self._batches:
+                self._batches.append(Batch())
             if batch.size_bytes and not await self._write(batch):
                 return
             self._acknowledge(batch)
-            if self._ending and not self._batch.size_bytes:
-                return
 
     def end(self) -> None:
         """Let write_forever return."""
@@ -189,8 +201,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._timer: asyncio.TimerHandle | None = None
-        if hasattr(transport, "set_read_buffer_limits"):  # TLS keeps records of its own
-            transport.set_read_buffer_limits(SOCKET_BYTES)
         if len(self._writer.connections) >= MAX_CONNECTIONS:
             self._writer.refused["too many connections"] += 1
             self._gone = True
@@ -332,6 +342,15 @@ async def _listen(writer: Writer, addresses: list[str], tls: bool) -> tuple[list
     loop = asyncio.get_running_loop()
     context = server_context(writer.token) if writer.token is not None and tls else None
     servers, shown = [], []
+    shared = memoryview(bytearray(READ_BYTES))
+
+    def accept() -> asyncio.BaseProtocol:
+        connection: asyncio.Protocol = Connection(writer)
+        if context is not None:
+            refuse = functools.partial(writer.refused.update, ["no TLS"])
+            connection = SlimTls(connection, context, server_side=True, on_failure=refuse)
+        return SharedReads(connection, shared)
+
     for address in addresses:
         kind, _, path = address.partition("unix:")
         try:
@@ -349,7 +368,7 @@ async def _listen(writer: Writer, addresses: list[str], tls: bool) -> tuple[list
             # Accepted connections inherit it: what the kernel holds for a connection stays small, too.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            servers.append(await loop.create_server(lambda: Connection(writer), sock=sock, ssl=context, backlog=4096))
+            servers.append(await loop.create_server(accept, sock=sock, backlog=4096))
             shown.append(f"{host}:{sock.getsockname()[1]}")
         except OSError as error:
             raise StorageError(f"--listen {address}: cannot listen: {error.strerror}; choose another port") from error
