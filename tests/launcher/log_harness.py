@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from keepstep.launcher import logwire as w
+from keepstep.launcher.logbuffer import SendBuffer
 from keepstep.launcher.logs import LogThread, Stream
 from keepstep.launcher.trust import client_context, prove
 
@@ -108,9 +109,17 @@ class Server:
 class Agent:
     """A log thread that sends to a log writer; `pipe` gives the write end of one rank's stdout."""
 
-    def __init__(self, server: Server, node: str = "node-a", *, token: bytes | None = TOKEN, tls: bool = True) -> None:
+    def __init__(
+        self,
+        server: Server,
+        node: str = "node-a",
+        *,
+        token: bytes | None = TOKEN,
+        tls: bool = True,
+        buffer: SendBuffer | None = None,
+    ) -> None:
         self.logs = LogThread(node)
-        self.logs.use_funnel(server.address, RUN, node, token, tls)
+        self.logs.use_funnel(server.address, RUN, node, token, tls, buffer)
         self.logs.start_cycle(server.run_dir / "not-used.log", 0)
 
     def pipe(self, rank: int, name: str = "stdout") -> int:

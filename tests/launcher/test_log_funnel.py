@@ -20,13 +20,10 @@ import pytest
 from keepstep.launcher import logwire as w
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.logbuffer import SendBuffer
-from keepstep.launcher.logs import LogThread
-from keepstep.launcher.logsinks import FunnelSink
 from keepstep.records.codec import to_pretty_json
 from tests.launcher.log_harness import (
     LIMIT_S,
     RUN,
-    TOKEN,
     Agent,
     Client,
     Server,
@@ -209,21 +206,9 @@ class TestKilledWriter:
 class TestSilentServer:
     """The writer is away: the buffer of the node fills, then output is dropped and counted."""
 
-    def funnel_agent(self, server: Server, hold_s: float) -> Agent:
-        agent = Agent(server)
-        agent.close()
-        agent.logs = LogThread("node-a")
-        buffer = SendBuffer(capacity_bytes=1 << 18, hold_s=hold_s)
-        agent.logs._sink = FunnelSink(
-            agent.logs._losses, server.address, RUN, "node-a", TOKEN, True, agent.logs._on_room, buffer
-        )
-        agent.logs.start_cycle(server.run_dir / "not-used.log", 0)
-        return agent
-
-    def test_loss_is_counted_exactly_and_marked(self, start: Start, cleanup: contextlib.ExitStack) -> None:
+    def test_loss_is_counted_exactly_and_marked(self, start: Start, join: Join) -> None:
         server = start()
-        agent = self.funnel_agent(server, hold_s=0.5)
-        cleanup.callback(agent.close)
+        agent = join(server, buffer=SendBuffer(capacity_bytes=1 << 18, hold_s=0.5))
         server.kill()
         count = 20_000
         line = b"x" * 90
@@ -231,24 +216,25 @@ class TestSilentServer:
         assert not agent.logs.drain(0.1)
         server.start()
         assert agent.logs.drain(LIMIT_S)
-        lines = server.log()
-        marks = [x for x in lines if b"bytes lost here" in x]
-        kept = numbers([x for x in lines if x not in marks])[0]
+        following = marked_bytes = kept = 0
+        for text in server.log():
+            mark = re.fullmatch(rb"\[rank 0\] keepstep: (\d+) bytes lost here \((\d+) lines\): .*", text)
+            if mark:
+                marked_bytes += int(mark[1])
+                following += int(mark[2])
+            else:
+                assert text == b"[rank 0] %06d " % following + line
+                following += 1
+                kept += 1
+        assert following == count
         counts = agent.logs.counts()
-        assert counts.lost_lines == {0: count - len(kept)}
-        assert counts.lost_bytes == {0: (count - len(kept)) * (6 + 1 + 90 + 1)}
-        marked = [re.search(rb"keepstep: (\d+) bytes lost here \((\d+) lines\)", x) for x in marks]
-        assert sum(int(m[1]) for m in marked if m) == counts.lost_bytes[0]
-        assert sum(int(m[2]) for m in marked if m) == counts.lost_lines[0]
-        assert len(kept) > 1000
-        assert kept == sorted(kept)
+        assert counts.lost_lines == {0: count - kept}
+        assert counts.lost_bytes == {0: marked_bytes} == {0: (count - kept) * (6 + 1 + 90 + 1)}
+        assert kept > 1000
 
-    def test_within_the_hold_time_the_rank_waits_and_nothing_is_lost(
-        self, start: Start, cleanup: contextlib.ExitStack
-    ) -> None:
+    def test_within_the_hold_time_the_rank_waits_and_nothing_is_lost(self, start: Start, join: Join) -> None:
         server = start()
-        agent = self.funnel_agent(server, hold_s=60.0)
-        cleanup.callback(agent.close)
+        agent = join(server, buffer=SendBuffer(capacity_bytes=1 << 18, hold_s=60.0))
         server.kill()
         writer = agent.write(0, *(b"%d %s\n" % (n, b"x" * 90) for n in range(20_000)))
         writer.join(0.5)

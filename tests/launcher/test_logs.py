@@ -222,6 +222,8 @@ class TestConsole:
         text = b"".join(b"line %09d\n" % n for n in range(300_000))
         writer = threading.Thread(target=send, args=(output.pipe(0, console[1]), text))
         writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()  # slowed down: little is held here
         got = bytearray()
         while len(got) < len(text):
             got += os.read(console[0], 4096)

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from keepstep.launcher.console import CONSOLE_HOLD_S, Console
+from keepstep.launcher.logbuffer import SendBuffer
 from keepstep.launcher.logsinks import FileSink, FunnelSink, Losses
 from keepstep.launcher.logwire import LAUNCHER, LAUNCHER_RANK, STDERR, STDOUT, prefixed
 
@@ -96,18 +97,28 @@ class LogThread:
 
     # ---- where the log goes
 
-    def use_funnel(self, address: str, run_id: str, node: str, token: bytes | None, tls: bool = True) -> None:
+    def use_funnel(
+        self,
+        address: str,
+        run_id: str,
+        node: str,
+        token: bytes | None,
+        tls: bool = True,
+        buffer: SendBuffer | None = None,
+    ) -> None:
         """Send this node's output to the job's log writer at `address` (host:port or unix:PATH) from now on.
 
         Called again, it goes on with another address; nothing that is held gets lost by that. Without a token the connection
-        has neither TLS nor proof, which a log writer on a Unix socket accepts.
+        has neither TLS nor proof, which a log writer on a Unix socket accepts. `buffer`: with other bounds than usual.
         """
         with self._lock:
             if isinstance(self._sink, FunnelSink):
                 self._sink.funnel.move(address)
                 return
             self._sink.close()
-            self._sink = FunnelSink(self._losses, address, run_id, node, token, tls, self._on_room)
+            self._sink = FunnelSink(
+                self._losses, address, run_id, node, token, tls, self._on_room, buffer or SendBuffer()
+            )
         self._say_early()
 
     def start_cycle(self, path: Path, number: int = 0, copy: Path | None = None) -> None:

@@ -71,11 +71,10 @@ class Writer:
         self.frames = self.size_bytes = self.unwritten_bytes = self.failed_writes = 0
         self.big_frames = BIG_FRAMES
         self.waiting_big: deque[Connection] = deque()
-        self.full = False
+        self.full = self.ending = False
         self._memory_bytes = memory_bytes
         self._batches = deque([Batch()])
         self._work = asyncio.Event()
-        self._ending = False
 
     # ---- what comes in
 
@@ -114,11 +113,11 @@ class Writer:
         """Write batch after batch; returns after `end` when nothing is left, or when the disk does not take the rest."""
         while True:
             if not self._batches[0].size_bytes:
-                if self._ending:
+                if self.ending:
                     return
                 self._work.clear()
                 await self._work.wait()
-            if self._batches[0].size_bytes < GATHER_BYTES and not self._ending:
+            if self._batches[0].size_bytes < GATHER_BYTES and not self.ending:
                 await asyncio.sleep(GATHER_S)
             batch = self._batches.popleft()
             if not self._batches:
@@ -128,8 +127,10 @@ class Writer:
             self._acknowledge(batch)
 
     def end(self) -> None:
-        """Let write_forever return."""
-        self._ending = True
+        """Read no more, and let write_forever return when what was read is on file."""
+        self.ending = True
+        for each in self.connections:
+            each.update_reading()
         self._work.set()
 
     async def _write(self, batch: Batch) -> bool:
@@ -145,7 +146,7 @@ class Writer:
                 if not failed:
                     say(f"the log files cannot be written: {error.strerror}; trying again every {RETRY_S:g} s")
                 failed = True
-            if self._ending:
+            if self.ending:
                 return False
             await asyncio.sleep(RETRY_S)
 
@@ -292,7 +293,7 @@ class Connection(asyncio.Protocol):
 
     def update_reading(self) -> None:
         """Read exactly while there is memory for it."""
-        wanted = not (self._writer.full or self._waits_big)
+        wanted = not (self._writer.full or self._writer.ending or self._waits_big)
         if wanted != self._reading and not self._gone and not self._transport.is_closing():
             self._reading = wanted
             if wanted:

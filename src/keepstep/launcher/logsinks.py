@@ -115,10 +115,10 @@ class FunnelSink:
         token: bytes | None,
         tls: bool,
         on_room: Callable[[], None],
-        buffer: SendBuffer | None = None,
+        buffer: SendBuffer,
     ) -> None:
         self._losses = losses
-        self._buffer = buffer if buffer is not None else SendBuffer()
+        self._buffer = buffer
         self.funnel = Funnel(address, run_id, node, token, tls, on_room, self._buffer)
 
     @property
@@ -143,8 +143,7 @@ class FunnelSink:
         if full and (rank == LAUNCHER_RANK or self._buffer.stuck()):
             self._losses.add(cycle, rank, data)
             return
-        if not full:
-            self._settle_one((cycle, rank))
+        self._settle_one((cycle, rank))
         self._buffer.put(cycle, rank, stream, data)
         self.funnel.wake()
 
