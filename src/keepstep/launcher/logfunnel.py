@@ -19,6 +19,7 @@ from keepstep.launcher.trust import PinError, check_pin, client_context, prove
 SILENT_S = 10.0
 """The writer repeats its acknowledgement more often than this while it owes one; a quieter connection is dead."""
 CONNECT_S = 10.0
+HANDSHAKE_S = 2.0
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 2.0
 SOCKET_BYTES = 1 << 16
@@ -110,8 +111,7 @@ class Funnel:
 
     async def _connect_and_send(self) -> None:
         """Raises when the connection ends, whatever it was."""
-        async with asyncio.timeout(CONNECT_S):
-            reader, writer = await self._open()
+        reader, writer = await self._open_whole()
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._introduce(reader, writer)
@@ -124,6 +124,19 @@ class Funnel:
                 await asyncio.wait({sending})
         finally:
             await _abort(writer)
+
+    async def _open_whole(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """`_open` with a time limit. asyncio leaves a transport behind when it is cancelled in a handshake: let that end."""
+        opening = asyncio.ensure_future(self._open())
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await asyncio.shield(opening)
+        except (TimeoutError, asyncio.CancelledError):
+            await asyncio.wait({opening}, timeout=HANDSHAKE_S)
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                await _abort(opening.result()[1])
+            opening.cancel()
+            raise
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._address.startswith("unix:"):
