@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 from keepstep.launcher import logwire as w
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.logbuffer import SendBuffer
+from keepstep.launcher.logfunnel import Funnel
 from keepstep.records.codec import to_pretty_json
 from tests.launcher.log_harness import (
     LIMIT_S,
@@ -248,6 +250,25 @@ class TestSilentServer:
         assert agent.logs.counts().lost_bytes == {}
 
 
+def test_a_writer_that_hangs_is_left_and_found_again(start: Start, cleanup: contextlib.ExitStack) -> None:
+    """Its host may be gone without a word; what it had read before it stopped is not written twice."""
+    server = start()
+    buffer = SendBuffer()
+    funnel = Funnel(server.address, RUN, "node-a", TOKEN, True, lambda: None, buffer, silent_s=0.4)
+    cleanup.callback(funnel.close)
+    buffer.put(0, 0, w.STDOUT, b"1 before\n")
+    funnel.wake()
+    assert buffer.empty.wait(LIMIT_S)
+    server.process.send_signal(signal.SIGSTOP)
+    buffer.put(0, 0, w.STDOUT, b"2 meanwhile\n")
+    funnel.wake()
+    wait_until(lambda: "no answer" in (funnel.problem or ""))
+    server.process.send_signal(signal.SIGCONT)
+    assert buffer.empty.wait(LIMIT_S)
+    assert server.log() == [b"[rank 0] 1 before", b"[rank 0] 2 meanwhile"]
+    assert funnel.reconnects == 1
+
+
 def test_a_flooding_rank_delays_no_other(start: Start, join: Join) -> None:
     """The writer is stopped while one rank prints all that it can; then another rank says one line."""
     server = start()
@@ -277,13 +298,19 @@ def peak_rss_bytes(pid: int) -> int:
     raise AssertionError("no VmHWM")
 
 
-@pytest.mark.parametrize("size_bytes", [60_000, w.MAX_TEXT_BYTES], ids=["small frames", "large frames"])
-def test_memory_of_the_writer_is_bounded(size_bytes: int, start: Start, cleanup: contextlib.ExitStack) -> None:
+@pytest.mark.parametrize(
+    ("size_bytes", "tls"),
+    [(60_000, False), (60_000, True), (w.MAX_TEXT_BYTES, False)],
+    ids=["small frames", "small frames over TLS", "large frames"],
+)
+def test_memory_of_the_writer_is_bounded(
+    size_bytes: int, tls: bool, start: Start, cleanup: contextlib.ExitStack
+) -> None:
     """64 clients that send as fast as they can, for a disk that takes nothing."""
-    server = start("--no-tls", "--memory-mb", "16", "--status-s", "0.05")
+    server = start("--memory-mb", "16", "--status-s", "0.05", *([] if tls else ["--no-tls"]))
     (server.run_dir / "logs" / "cycle-0000.log").mkdir()  # no file can be opened there
     idle_bytes = peak_rss_bytes(server.process.pid)
-    clients = [Client(server.address, tls=False) for _ in range(64)]
+    clients = [Client(server.address, tls=tls) for _ in range(64)]
     frames = 4_000_000 // size_bytes
     text = b"x" * (size_bytes - 1) + b"\n"
     stream = memoryview(b"".join(w.data_frame(seq, 0, 0, w.STDOUT, text) for seq in range(1, frames + 1)))
@@ -297,7 +324,7 @@ def test_memory_of_the_writer_is_bounded(size_bytes: int, start: Start, cleanup:
     blocked_since = time.monotonic()
     while time.monotonic() - blocked_since < 0.5:
         for client, rest in left.items():
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError, ssl.SSLWantWriteError):
                 left[client] = rest[client.sock.send(rest[: 1 << 18]) :]
                 blocked_since = time.monotonic()
     wait_until(lambda: server.status()["failed_writes"] > 0)
@@ -306,6 +333,6 @@ def test_memory_of_the_writer_is_bounded(size_bytes: int, start: Start, cleanup:
     used_bytes = peak_rss_bytes(server.process.pid) - idle_bytes
     assert all(left.values()), "every client is held up"
     assert 16 << 20 <= taken_bytes <= (16 << 20) + 2 * size_bytes
-    # The frames that wait, and unfinished ones: at most 128 KiB each, a large one on 16 of the connections.
+    # The frames that wait, and unfinished ones: at most 128 KiB each, a large one on 16 of the connections; TLS has as much.
     print(f"{used_bytes / 1e6:.1f} MB for {taken_bytes / 1e6:.1f} MB of output")
-    assert used_bytes < (16 << 20) + 48 * (1 << 17) + 16 * (5 << 18)
+    assert used_bytes < (16 << 20) + 48 * (1 << 17) + 16 * (5 << 18) + tls * 64 * (1 << 17)

@@ -130,14 +130,15 @@ class LogThread:
         self._say_early()
 
     def say(self, text: str, console: int | None = None) -> None:
-        """A line of the launcher itself: to launcher.log, and to a descriptor without waiting for it."""
+        """Lines of the launcher itself: to launcher.log, and to a descriptor without waiting for it."""
+        data = text.encode(errors="replace")[:MAX_LINE_BYTES] + b"\n"
         if console is not None:
-            self._console(console).write(text.encode(errors="replace") + b"\n")
+            self._console(console).write(data)
         with self._lock:
             if not self._sink.ready:
                 self._early.append(text)
                 return
-            self._sink.write(self._cycle, LAUNCHER_RANK, LAUNCHER, text.encode(errors="replace") + b"\n")
+            self._sink.write(self._cycle, LAUNCHER_RANK, LAUNCHER, data)
 
     def send_evidence(self, cycle: int, name: str, data: bytes) -> bool:
         """Send a file for evidence/cycle-NNNN/<node>/<name> to the log writer.

@@ -71,7 +71,11 @@ async def _listen(writer: Writer, addresses: list[str], tls: bool) -> tuple[list
             )
             # Accepted connections inherit it: what the kernel holds for a connection stays small, too.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+            # An agent's host that is gone is noticed within two minutes.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
             servers.append(await loop.create_server(accept, sock=sock, backlog=4096))
             shown.append(f"{host}:{sock.getsockname()[1]}")
         except OSError as error:

@@ -70,6 +70,7 @@ class FileSink:
             append_whole(self._files["launcher"], prefixed(self._prefix, data))
             return
         if not self._files:
+            self._losses.add(cycle, rank, data)
             return
         lost = self._losses.pending.get((cycle, rank))
         prefix = b"[rank %d] " % rank

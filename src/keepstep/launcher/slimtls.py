@@ -100,7 +100,7 @@ class SlimTls(asyncio.Protocol):
     def _advance(self) -> None:
         """Handshake, then decrypt slice by slice while the inner protocol takes it."""
         try:
-            while not self.paused and not self._failed:
+            while not (self.paused or self._failed or self.transport.is_closing()):
                 if not self._ready and not self._handshake():
                     if not self._feed():
                         return
