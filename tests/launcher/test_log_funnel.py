@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 from keepstep.launcher import logwire as w
-from keepstep.launcher.config import RunConfig
 from keepstep.launcher.logbuffer import SendBuffer
 from keepstep.launcher.logfunnel import Funnel
-from keepstep.records.codec import to_pretty_json
 from tests.launcher.log_harness import (
     LIMIT_S,
     RUN,
+    TOKEN,
     Agent,
     Client,
     Server,
@@ -87,9 +86,7 @@ class TestWriter:
         assert (counts.lines, counts.lost_bytes, counts.held_bytes, counts.reconnects) == (4000, {}, 0, 0)
 
     def test_each_cycle_its_file_and_the_users_copy(self, start: Start, join: Join, tmp_path: Path) -> None:
-        config = RunConfig(run_id=RUN, run_dir=str(tmp_path), node="n", script="s", log_prefix=str(tmp_path / "mine"))
-        (tmp_path / "run.json").write_bytes(to_pretty_json(config))
-        server = start()
+        server = start("--log-prefix", str(tmp_path / "mine"))
         agent = join(server)
         agent.write(0, b"first\n").join()
         assert agent.logs.drain(LIMIT_S)
@@ -162,9 +159,27 @@ class TestWriter:
         assert done.returncode == 2
         assert "needs the job token" in done.stderr
 
-    def test_it_ends_when_nobody_needs_it(self, start: Start) -> None:
-        server = start("--idle-s", "0")
-        assert server.process.wait(LIMIT_S) == 0
+    def test_it_ends_when_nobody_needs_it(self, tmp_path: Path) -> None:
+        """Its parent is gone and no agent there. A parent that lives may have agents that are only cut off."""
+        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(tmp_path), "--run-id", RUN]
+        command += ["--listen", f"unix:{tmp_path}/writer.sock", "--idle-s", "0", "--status-s", "0.05"]
+        parent = (
+            "import subprocess, sys\n"
+            "child = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)\n"
+            "child.stdout.readline()\n"
+            "print(child.pid, flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", parent, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline())
+            status = Path(f"/proc/{pid}/cmdline")
+            wait_until((tmp_path / "logs" / "funnel.json").exists)
+            time.sleep(0.3)  # several looks at --idle-s 0
+            assert b"logserver" in status.read_bytes()
+        wait_until(lambda: not status.exists() or not status.read_bytes())
 
 
 class TestKilledWriter:

@@ -3,8 +3,8 @@
     python -m keepstep.launcher.logserver --run-dir D --run-id R --listen HOST:PORT|unix:PATH [--token-fd N] [--no-tls]
 
 The wire format is in logwire.py, the files and what happens after a SIGKILL in logstore.py. It prints one JSON line
-`{"listening": [...]}` when it is ready, ends on SIGTERM after it has written what it has, or when no agent was there for
---idle-s. A run folder has one writer at a time; a second one waits --wait-s for the first to end.
+`{"listening": [...]}` when it is ready, ends on SIGTERM after it has written what it has, or when its parent is gone and no agent
+was there for --idle-s. A run folder has one writer at a time; a second one waits --wait-s for the first to end.
 
 Memory: while more than --memory-mb of output waits for the disk, no connection is read, and the sockets slow the agents down.
 Beside that a connection costs what was read of an unfinished frame: SMALL_FRAME_BYTES, or a whole frame on BIG_FRAMES of them.
@@ -27,13 +27,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_atomic
 from keepstep.launcher.logstore import LogStore
 from keepstep.launcher.logwriter import Connection, Writer, say
 from keepstep.launcher.slimtls import SharedReads, SlimTls
 from keepstep.launcher.trust import find_token, server_context
-from keepstep.records.codec import from_json, to_json, to_pretty_json
+from keepstep.records.codec import to_json, to_pretty_json
 from keepstep.records.errors import ConfigError, KeepstepError, StorageError
 
 READ_BYTES = 1 << 16
@@ -88,6 +87,7 @@ async def _publish(writer: Writer, path: Path, every_s: float, idle_s: float, en
     loop = asyncio.get_running_loop()
     last: dict[str, Any] = {}
     seen = loop.time()
+    parent = os.getppid()
     while True:
         status = writer.status()
         if status != last:
@@ -96,8 +96,8 @@ async def _publish(writer: Writer, path: Path, every_s: float, idle_s: float, en
             last = status
         if writer.nodes:
             seen = loop.time()
-        elif loop.time() - seen > idle_s:
-            say("no agent left; leaving")
+        elif loop.time() - seen > idle_s and os.getppid() != parent:
+            say("neither parent nor agent left; leaving")
             end.set()
         await asyncio.sleep(every_s)
 
@@ -157,9 +157,7 @@ async def _main(args: argparse.Namespace) -> None:
     if over_network and token is None:
         raise ConfigError(f"--listen {over_network[0]}: an address of a network needs the job token (--token-fd)")
     run_dir = Path(args.run_dir)
-    run_json = run_dir / "run.json"
-    prefix = from_json(run_json.read_bytes(), RunConfig).log_prefix if run_json.exists() else None
-    store = await _open_store(run_dir, prefix, args.wait_s)
+    store = await _open_store(run_dir, args.log_prefix, args.wait_s)
     await serve(
         store,
         run_dir,
@@ -182,9 +180,12 @@ def main() -> None:
     parser.add_argument("--listen", required=True, action="append", metavar="HOST:PORT|unix:PATH")
     parser.add_argument("--token-fd", type=int, help="descriptor that the job token is read from")
     parser.add_argument("--no-tls", action="store_true", help="clear text, still with proof of the token")
+    parser.add_argument("--log-prefix", metavar="P", help="each cycle's log goes to P_cycleN.log too")
     parser.add_argument("--memory-mb", type=float, default=64.0, help="output that may wait for the disk")
     parser.add_argument("--status-s", type=float, default=1.0, help="how often logs/funnel.json may change")
-    parser.add_argument("--idle-s", type=float, default=60.0, help="end after this long without an agent")
+    parser.add_argument(
+        "--idle-s", type=float, default=60.0, help="end after this long without an agent and parent process"
+    )
     parser.add_argument("--wait-s", type=float, default=5.0, help="how long another writer may take to end")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

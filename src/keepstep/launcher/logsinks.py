@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keepstep.launcher.logbuffer import SendBuffer
 from keepstep.launcher.logfunnel import Funnel
-from keepstep.launcher.logstore import LAUNCHER_LOG
+from keepstep.launcher.logstore import LAUNCHER_LOG, append_whole
 from keepstep.launcher.logwire import LAUNCHER, LAUNCHER_RANK, STDOUT, loss_line, prefixed
 
 RETRY_FILE_S = 1.0
@@ -174,19 +174,6 @@ class FunnelSink:
 
     def close(self) -> None:
         self.funnel.close()
-
-
-def append_whole(fd: int, data: bytes) -> bool:
-    """Append all of it, or none of it; False when the file did not take it."""
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(fd, view) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, os.fstat(fd).st_size - (len(data) - len(view)))
-        return False
-    return True
 
 
 def _open(path: Path) -> int:

@@ -7,8 +7,9 @@ Beside the logs stands `logs/.funnel-state`, one JSON line a batch, appended bef
 `before` and `after` are the file's size in bytes; `seqs` are the highest frames in the batch. A writer that comes after a
 SIGKILL reads all lines: only the last batch can be in doubt. It is on file when every file has reached `after`; else its files are
 cut back to `before` and its agents send it again. So each frame is on file exactly once over any number of killed writers, as
-long as the host's page cache survives (nothing is fsynced: after a power cut the last seconds may be missing or repeated). The
-copies under --log-prefix are not part of that: after a kill or on a full disk the last batch may be missing or twice in them.
+long as the host's page cache survives (nothing is fsynced: after a power cut the last seconds may be missing or repeated).
+launcher.log has other writers on this host, so it is only ever appended to: after a kill its last lines may be there twice. In the
+copies under --log-prefix the last batch may be missing or twice after a kill, and missing on a full disk.
 """
 
 from __future__ import annotations
@@ -70,17 +71,23 @@ class LogStore:
                 os.close(self._lock)
                 raise StorageError(f"{self._logs}: another log writer of this run is alive on this host") from None
             self._recover()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._launcher = os.open(self._logs / LAUNCHER_LOG, flags, 0o600)
         except OSError as error:
             raise StorageError(f"{self._logs}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        for fd in (*self._open.values(), self._state, self._lock):
+        for fd in (*self._open.values(), self._launcher, self._state, self._lock):
             os.close(fd)
 
     # ---- batches
 
     def write(self, batch: Batch) -> None:
-        """All of it, or nothing of it. Raises OSError (a full disk); the same batch may then be tried again."""
+        """All of it. Raises OSError (a full disk) with nothing of it in the cycles' logs; try the same object again then."""
+        launcher = batch.texts.pop(LAUNCHER_LOG, None)
+        if launcher is not None and not append_whole(self._launcher, b"".join(launcher)):
+            batch.texts[LAUNCHER_LOG] = launcher
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fds = {name: self._fd(self._logs / name) for name in batch.texts}
         before = {name: os.fstat(fd).st_size for name, fd in fds.items()}
         files = {name: (before[name], before[name] + sum(map(len, batch.texts[name]))) for name in fds}
@@ -118,8 +125,6 @@ class LogStore:
 
     def _copy(self, name: str, texts: list[bytes]) -> None:
         """PREFIX_cycleN.log. Its disk may be another one: what it does not take is counted, nobody waits for it."""
-        if not name.startswith("cycle-"):
-            return
         try:
             fd = self._fd(copy_path(str(self._prefix), int(name[6:-4])))
             _write_at(fd, texts, os.fstat(fd).st_size)
@@ -209,6 +214,19 @@ class LogStore:
 def copy_path(prefix: str, cycle: int) -> Path:
     """Where --log-prefix wants the copy of a cycle's log."""
     return Path(f"{prefix}_cycle{cycle}.log")
+
+
+def append_whole(fd: int, data: bytes) -> bool:
+    """Append all of it, or none of it; False when the file did not take it."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, os.fstat(fd).st_size - (len(data) - len(view)))
+        return False
+    return True
 
 
 def _write_at(fd: int, parts: list[bytes], offset: int) -> None:
