@@ -13,6 +13,7 @@ import torch
 
 from keepstep.checkpoint.keys import trusted_public_key
 from keepstep.checkpoint.verify import VerifyReport, verify_checkpoint
+from keepstep.records.errors import StorageError
 from keepstep.trainer.channel import Channel, MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
 
@@ -23,6 +24,7 @@ class Decision(msgspec.Struct, frozen=True):
     step: int
     save: bool = False
     stop: bool = False
+    why: str = ""
 
 
 class RecordingChannel(MemoryChannel):
@@ -61,12 +63,22 @@ class FakeRun:
         self.checkpointers: list[Any] = []
         self.decisions: dict[int, Decision] = {}
         self.restored: int | None = None
+        self.sections: list[str] = []
+        self.lease_error: str | None = None
 
     def decision_at(self, step: int) -> Decision | None:
         return self.decisions.get(step)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.sections.append(name)
+        return contextlib.nullcontext()
+
+    def check_lease(self) -> None:
+        if self.lease_error is not None:
+            raise StorageError(self.lease_error)
 
     def note_restored(self, step: int) -> None:
         self.restored = step

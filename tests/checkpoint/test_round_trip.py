@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tests.checkpoint.support import (
 
 from keepstep.records.errors import ConfigError, RefuseToStartError
 from keepstep.trainer.channel import MemoryChannel
+from keepstep.trainer.checkpointer import SAVE_FACTOR
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -259,7 +262,7 @@ def test_cadence_is_the_same_everywhere_and_a_stop_saves(root: Path) -> None:
     run = FakeRun(RecordingChannel())
     ckpt = checkpointer(root, {"w": torch.zeros(4)}, run, every_steps=3)
     ckpt.restore()
-    run.decisions = {7: Decision(7, stop=True), 6: Decision(6, stop=True)}
+    run.decisions = {7: Decision(7, save=True, stop=True), 6: Decision(6, save=True, stop=True)}
     assert [step for step in range(9) if ckpt.maybe_save(step)] == [3, 6, 7]
     assert not ckpt.maybe_save(7), "already saved at this step"
     ckpt.close()
@@ -272,6 +275,76 @@ def test_cadence_is_the_same_everywhere_and_a_stop_saves(root: Path) -> None:
     timed.decisions = {9: Decision(9, save=True)}
     assert [step for step in (8, 9, 10) if other.maybe_save(step)] == [9]
     other.close()
+
+
+def test_a_stop_whose_notice_is_too_short_for_a_save_says_so_on_rank_0(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(RecordingChannel())
+    ckpt = checkpointer(root, {"w": torch.zeros(4)}, run, every_steps=3)
+    ckpt.restore()
+    run.decisions = {6: Decision(6, stop=True, why="a save may take 9.0 s and 4.0 s of the notice are left")}
+    assert [step for step in range(7) if ckpt.maybe_save(step)] == [3], "not even at a multiple of every_steps"
+    ckpt.close()
+    assert ckpt.last_committed_step == 3
+    assert "stopping after step 6 without a save: a save may take 9.0 s" in capsys.readouterr().err
+
+
+def test_what_a_save_needs_is_measured_to_its_commit(root: Path) -> None:
+    run = FakeRun(MemoryChannel())
+    ckpt = checkpointer(root, {"w": torch.zeros(4)}, run)
+    ckpt.restore()
+    assert ckpt.save_needs_s() is None
+    begin = time.monotonic()
+    ckpt.save(1)
+    ckpt.wait()
+    took_s = time.monotonic() - begin
+    needs_s = ckpt.save_needs_s()
+    assert needs_s is not None and 0 < needs_s <= SAVE_FACTOR * took_s
+    assert run.sections == ["checkpoint"]
+    ckpt.close()
+
+
+def test_a_save_in_flight_adds_to_what_the_next_one_needs(root: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryChannel):
+        def grant(self, checkpoint: str, step: int) -> bool:
+            begun.set()
+            return step == 1 or goes_on.wait(20)
+
+    ckpt = checkpointer(root, {"w": torch.zeros(4)}, FakeRun(Slow()))
+    ckpt.restore()
+    ckpt.save(1)
+    ckpt.wait()
+    idle_s = ckpt.save_needs_s()
+    begun.clear()
+    ckpt._saver._took_s.append(1000.0)
+    ckpt._saver._took_s.append(1000.0)
+    ckpt.save(2)
+    assert begun.wait(20)
+    busy_s = ckpt.save_needs_s()
+    goes_on.set()
+    ckpt.close()
+    assert idle_s is not None and busy_s is not None
+    assert idle_s < 1000 < 2 * SAVE_FACTOR * 1000 - 100 < busy_s < 2 * SAVE_FACTOR * 1000
+
+
+def test_nothing_is_committed_once_the_lease_has_run_out(root: Path) -> None:
+    channel = RecordingChannel()
+    run = FakeRun(channel)
+    ckpt = checkpointer(root, {"w": torch.zeros(4)}, run)
+    ckpt.restore()
+    run.lease_error = "this node's lease ran out 1.0 s ago"
+    assert ckpt.save(1)
+    ckpt.wait()
+    assert ckpt.last_committed_step is None
+    assert "lease ran out" in channel.of_kind("ckpt_failed")[0]["error"]
+    assert not list(root.glob("*/manifest*"))
+    run.lease_error = None
+    assert ckpt.save(2)
+    ckpt.close()
+    assert ckpt.last_committed_step == 2
 
 
 def test_names_must_match_and_a_plain_tensor_is_filled_in_place(root: Path) -> None:

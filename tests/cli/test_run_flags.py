@@ -9,38 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from keepstep.cli.main import main
+from keepstep.cli.run import run as run_command
+from tests.cli.plans import plan, run
 
-
-@pytest.fixture(autouse=True)
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shell without variables that flags would read, in a folder with a script."""
-    for name in list(os.environ):
-        if name.startswith(("PET_", "SLURM_", "KEEPSTEP_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("KEEPSTEP_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("print('hello')\n")
-    return tmp_path
-
-
-def run(*args: str) -> Result:
-    return CliRunner().invoke(main, ["run", *args])
-
-
-def plan(*args: str, script: tuple[str, ...] = ("train.py",)) -> dict[str, Any]:
-    """The effective configuration that --dry-run prints."""
-    result = run(*args, "--dry-run", *script)
-    assert result.exit_code == 0, result.stderr
-    text, marker, _ = result.stdout.partition("restart rules")
-    assert marker
-    config: dict[str, Any] = json.loads(text)
-    return config
+pytestmark = pytest.mark.usefixtures("shell")
 
 
 def torch_flags() -> list[argparse.Action]:
@@ -65,6 +40,12 @@ def sample(action: argparse.Action) -> list[str]:
     return ["0.5" if action.type is float else "1"]
 
 
+@pytest.fixture
+def repository() -> Path:
+    """Root of the source tree."""
+    return Path(__file__).parents[2]
+
+
 SPELLINGS = [(a, option) for a in torch_flags() for option in a.option_strings]
 
 
@@ -72,6 +53,22 @@ class TestTorchrunsFlags:
     @pytest.mark.parametrize(("action", "option"), SPELLINGS, ids=[o for _, o in SPELLINGS])
     def test_every_spelling_is_taken(self, action: argparse.Action, option: str) -> None:
         assert plan(option, *sample(action))["origins"][action.dest] == "flag"
+
+    def test_defaults_are_torchruns_but_for_those_in_the_decision_record(self, repository: Path) -> None:
+        from torch.distributed.run import get_args_parser
+
+        theirs = vars(get_args_parser().parse_args(["train.py"]))
+        with run_command.make_context("run", ["train.py"]) as ctx:
+            ours = ctx.params
+        record = (repository / "docs" / "decisions" / "0003-torchrun-defaults.md").read_text()
+        rows = [row.strip("|").split("|") for row in record.splitlines() if row.startswith("| `--")]
+        told = {
+            row[0].strip().strip("`-").replace("-", "_"): tuple(c.strip().strip("`") for c in row[1:3]) for row in rows
+        }
+        assert all(row[3].strip() for row in rows)
+        names = {action.dest for action in torch_flags()}
+        differ = {n: (str(theirs[n]), str(ours[n])) for n in names if theirs[n] != ours[n]}
+        assert differ == told
 
     @pytest.mark.parametrize(
         ("action", "option"),
@@ -89,6 +86,29 @@ class TestTorchrunsFlags:
         monkeypatch.setenv(name, (sample(action) or ["1"])[0])
         assert plan()["origins"][action.dest] == name
 
+    def test_a_variable_that_torchrun_does_not_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PET_NUMA_BINDING", "node")
+        assert plan()["origins"]["numa_binding"] == "default"
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ("--numa-binding", "node"),
+            ("--logs-specs", "x"),
+            ("--event-log-handler", "console"),
+            ("--duplicate-stdout-filters", "a,b"),
+            ("--rdzv-conf", "close_timeout=3"),
+        ],
+    )
+    def test_what_has_no_effect_is_said(self, args: tuple[str, str]) -> None:
+        result = run(*args, "--dry-run", "train.py")
+        assert result.exit_code == 0
+        assert f"{args[0]}" in result.stderr
+        assert "has no effect here; " in result.stderr
+
+    def test_nothing_is_said_without_such_a_flag(self) -> None:
+        assert run("--monitor-interval", "0.5", "--dry-run", "train.py").stderr == ""
+
     @pytest.mark.parametrize("option", ["-h", "--help"])
     def test_help(self, option: str) -> None:
         result = run(option)
@@ -98,7 +118,7 @@ class TestTorchrunsFlags:
         config = plan(
             *("--nnodes", "1", "--nproc_per_node", "3", "--rdzv-id", "job.7", "--max-restarts=4", "--role", "trainer"),
             *("--master-addr", "127.0.0.1", "--master_port", "1234", "-t", "3", "-r", "0:1,1:2", "--log-dir", "logs"),
-            *("--local-ranks-filter", "0,2", "--rdzv-conf", "join_timeout=9,lease=2,other=x"),
+            *("--local-ranks-filter", "0,2", "--rdzv-conf", "join_timeout=9,lease=2,read_timeout=3"),
         )
         expected = {
             "nnodes": 1,
@@ -175,6 +195,15 @@ class TestPrecedence:
         assert plan("--shutdown-timeout", "3")["stop_grace_s"] == 3.0
         assert plan("--shutdown-timeout", "3", "--stop-grace", "4")["stop_grace_s"] == 4.0
 
+    def test_torchruns_variable_for_the_grace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9")
+        config = plan()
+        assert (config["stop_grace_s"], config["origins"]["stop_grace"]) == (9.0, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert plan("--shutdown-timeout", "3")["stop_grace_s"] == 3.0
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+        result = run("--dry-run", "train.py")
+        assert (result.exit_code, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon'" in result.stderr) == (2, True)
+
     def test_run_json_holds_the_configuration_and_its_origins(
         self, shell: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -217,18 +246,56 @@ class TestRunIdAndFolder:
         assert plan(*several, "--node-rank", "1", "--node-name", "left")["node"] == "left"
 
 
+TWO = ["--nnodes", "2", "--rdzv-id", "x"]
+
 MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--nnodes", "0"], ["--nnodes '0'", "N >= 1"]),
     (["--nnodes", "x"], ["--nnodes 'x'"]),
-    (["--nnodes", "1:2"], ["--nnodes '1:2'", "MIN:MAX is not supported"]),
+    (["--nnodes", "3:2"], ["--nnodes '3:2'", "MIN 3 is more than MAX 2"]),
+    (["--nnodes", "0:2"], ["--nnodes '0:2'"]),
+    (["--nnodes", "1:2:3"], ["--nnodes '1:2:3'"]),
+    (["--nnodes", "1:2"], ["--nnodes 1:2", "--rdzv-id"]),
+    (["--spares", "1"], ["--nnodes 1:1 --spares 1", "--rdzv-id"]),
+    (["--spares", "-1"], ["--spares", "-1"]),
+    (["--spares", "1", "--standalone"], ["--spares 1", "--standalone"]),
+    (["--replica-size", "0"], ["--replica-size", "0"]),
+    (["--replica-size", "4", "--nproc-per-node", "2"], ["--replica-size 4", "2 ranks", "--nproc-per-node"]),
+    ([*TWO, "--nproc-per-node", "3", "--replica-size", "4"], ["--replica-size 4", "6 ranks"]),
+    (["--nnodes", "1:2", "--rdzv-id", "x", "--replica-size", "2"], ["--replica-size 2", "1 nodes (at least)"]),
+    (["--topology", "gone.toml"], ["--topology 'gone.toml'", "no such file"]),
+    ([*TWO, "--rdzv-endpoint", "a:x"], ["--rdzv-endpoint 'a:x'", "HOST:PORT"]),
+    ([*TWO, "--rdzv-endpoint", "a:0"], ["--rdzv-endpoint 'a:0'"]),
+    ([*TWO, "--rdzv-endpoint", "a:70000"], ["--rdzv-endpoint 'a:70000'", "65535"]),
+    ([*TWO, "--rdzv-endpoint", "a,,b"], ["--rdzv-endpoint 'a,,b'"]),
+    ([*TWO, "--rdzv-endpoint", "fe80::1"], ["--rdzv-endpoint 'fe80::1'", "brackets"]),
+    ([*TWO, "--rdzv-endpoint", "a,a:29400"], ["--rdzv-endpoint", "a:29400 is given twice"]),
+    ([*TWO, "--master-addr", "a b"], ["--master-addr 'a b'"]),
+    (["--local-addr", "10.0.0.1:5"], ["--local-addr '10.0.0.1:5'", "without a port"]),
+    (["--max-no-progress-cycles", "-1"], ["--max-no-progress-cycles", "-1"]),
+    (["--min-progress-iterations", "0"], ["--min-progress-iterations", "0"]),
+    (["--no-restart-exit-code", "0"], ["--no-restart-exit-code", "0"]),
+    (["--no-restart-exit-code", "256"], ["--no-restart-exit-code", "256"]),
+    (["--gpu-memory-reclaim-timeout", "-1"], ["--gpu-memory-reclaim-timeout -1", "at least 0"]),
+    (["--gpu-memory-tolerance-mb", "x"], ["--gpu-memory-tolerance-mb x", "megabytes"]),
+    (["--gpu-memory-poll-interval", "0"], ["--gpu-memory-poll-interval 0", "above 0"]),
+    (["--preempt-notice", "0"], ["--preempt-notice 0"]),
+    (["--out-of-section-timeout", "inf"], ["--out-of-section-timeout inf"]),
+    (["--start-timeout", "0"], ["--start-timeout 0"]),
+    (["--node-check", "4"], ["--node-check", "4"]),
+    (["--attribution-stop", "yes"], ["--attribution-stop", "'yes'"]),
+    (["--log-port", "0"], ["--log-port", "0"]),
+    (["--server", "http://x"], ["--server 'http://x'", "no keepstep server yet"]),
+    (["--policy", "p.yaml"], ["--policy 'p.yaml'", "no policy files yet"]),
+    (["--hang-timeout", "inf"], ["--hang-timeout 'inf'"]),
+    (["--numa-binding", "left"], ["--numa-binding", "'left'"]),
     (["--nnodes", "2"], ["--nnodes 2", "--rdzv-id"]),
     (["--nproc-per-node", "0"], ["--nproc-per-node '0'"]),
     (["--nproc_per_node", "many"], ["--nproc-per-node 'many'"]),
     (["--rdzv-backend", "etcd"], ["--rdzv-backend 'etcd'", "c10d"]),
     (["--rdzv-id", "a/b"], ["--rdzv-id 'a/b'"]),
     (["--rdzv-id", ".."], ["--rdzv-id '..'"]),
-    (["--nnodes", "2", "--rdzv-id", "x", "--rdzv-endpoint", "far:1"], ["--rdzv-endpoint 'far:1'", "several hosts"]),
-    (["--nnodes", "2", "--rdzv-id", "x", "--master-addr", "far"], ["--master-addr 'far'", "several hosts"]),
+    (["--rdzv-conf", "join_timeuot=3"], ["--rdzv-conf 'join_timeuot=3'", "nearest: join_timeout"]),
+    (["--rdzv-conf", "store_type=file"], ["--rdzv-conf 'store_type=file'"]),
     (["--rdzv-conf", "lease=soon"], ["--rdzv-conf 'lease=soon'"]),
     (["--rdzv-conf", "lease=-1"], ["--rdzv-conf 'lease=-1'"]),
     (["--rdzv-conf", "lease=nan"], ["--rdzv-conf 'lease=nan'"]),
@@ -314,7 +381,8 @@ class TestDryRun:
     def test_it_shows_every_rule_in_its_order(self) -> None:
         from keepstep.launcher.rules import RULES
 
-        lines = run("--dry-run", "train.py").stdout.partition("restart rules")[2].splitlines()[1:]
+        shown = run("--dry-run", "train.py").stdout.partition("restart rules")[2].partition("environment")[0]
+        lines = shown.splitlines()[1:]
         assert [line.split(". ", 1)[1] for line in lines] == [text for text, _ in RULES]
 
     def test_it_needs_no_script_that_exists(self) -> None:

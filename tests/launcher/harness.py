@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,10 +74,21 @@ class Launch:
     started: ClassVar[list[Launch]] = []
     """All that were started in this test; the fixture in conftest.py ends what is left."""
 
-    def __init__(self, folder: Path, script: str | None, *flags: str, args: tuple[str, ...] = (), **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: str | None,
+        *flags: str,
+        args: tuple[str, ...] = (),
+        prefix: Sequence[str] = (),
+        verb: str = "run",
+        run_dir: Path | None = None,
+        **env: str,
+    ) -> None:
+        """`prefix`: a command that execs the launcher (`ip netns exec NAME`). `run_dir`: default `folder`/run."""
         self.folder = folder
-        self.run_dir = folder / "run"
-        command = [sys.executable, "-m", "keepstep.cli.main", "run", "--run-dir", str(self.run_dir), *flags]
+        self.run_dir = run_dir or folder / "run"
+        command = [*prefix, sys.executable, "-m", "keepstep.cli.main", verb, "--run-dir", str(self.run_dir), *flags]
         if script is not None:
             (folder / "script.py").write_text(textwrap.dedent(script))
             command.append("script.py")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher.ranklink import MAX_BUFFERS, RankServer, StagingBuffers
+from keepstep.launcher.ranklink import MAX_BUFFERS, MAX_REASON_CHARS, RankServer, StagingBuffers
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError
 from keepstep.trainer.channel import ABSENT, AgentChannel
@@ -34,6 +34,7 @@ class Host:
         self.reports: list[tuple[int, int, str, dict[str, Any]]] = []
         self.shared: list[tuple[str, int]] = []
         self.refuse: str | None = None
+        self.requests: list[tuple[int, int, str, str]] = []
 
     def current_cycle(self) -> int:
         return self.cycle
@@ -61,6 +62,11 @@ class Host:
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         self.reports.append((cycle, rank, kind, fields))
+
+    async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
+        if self.refuse is not None:
+            raise ChannelError(self.refuse)
+        self.requests.append((cycle, rank, what, reason))
 
     def inject(self, cycle: int, spec: str) -> str | None:
         return None if spec == "known" else f"not one of this run's injections: {spec}"
@@ -129,6 +135,22 @@ class TestRequests:
         channel.close()
         assert {op for op, _ in served.host.shared} == {"get", "set", "cas", "wait", "grant"}
         assert {cycle for _, cycle in served.host.shared} == {2}
+
+    def test_a_rank_asks_for_the_end_of_its_cycle(self, served: Served) -> None:
+        channel = served.channel(rank=3)
+        assert channel.request("stop", "converged")
+        assert channel.request("exclude", "x" * (MAX_REASON_CHARS + 1))
+        assert served.host.requests == [(2, 3, "stop", "converged"), (2, 3, "exclude", "x" * MAX_REASON_CHARS)]
+        served.host.refuse = "the cycle is over"
+        with pytest.raises(ChannelError, match="the cycle is over"):
+            channel.request("stop", "again")
+        channel.close()
+
+    def test_only_the_known_requests_reach_the_agent(self, served: Served) -> None:
+        with served.connect() as sock:
+            reply = ask(sock, {"op": "request", "what": "reboot", "reason": ""})
+        assert not reply["ok"] and "neither stop nor exclude" in reply["error"]
+        assert served.host.requests == []
 
     def test_a_wait_that_ran_out_names_what_is_missing(self, served: Served) -> None:
         channel = served.channel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.cli.main import main
 from keepstep.launcher.messages import Failure
+from keepstep.launcher.noprogress import Progress
 from keepstep.launcher.rules import (
+    ENVIRONMENT_ERRORS,
     MAX_PORT_RETRIES,
     RULES,
     Ended,
@@ -18,6 +22,7 @@ from keepstep.launcher.rules import (
     decide,
     fingerprint,
     first_failure,
+    says_code_bug,
 )
 
 FRAME = "/home/u/train.py:12 in main"
@@ -53,6 +58,10 @@ def ended(*failures: Failure, **fields: Any) -> Ended:
 taken = fails(error_type="DistNetworkError", message=IN_USE)
 cascade = fails(error_type="DistBackendError", cascade=True)
 again = {"last_fingerprint": BUG_PRINT, "last_fingerprint_step": 10}
+
+used = {"counted_restarts": 3}
+unknown = {"all_exited_zero": False}
+stuck: dict[str, Any] = {"progress": Progress(last=100, count=3), "max_no_progress_cycles": 3}
 
 CASES: dict[str, tuple[Ended, str, str, int, bool]] = {
     # name: what is known, rule, action, exit code, counted
@@ -144,6 +153,76 @@ CASES: dict[str, tuple[Ended, str, str, int, bool]] = {
     "budget used": (ended(fails(status=-9), counted_restarts=3), "budget_exhausted", "end", 1, False),
     "no restarts wanted": (ended(fails(status=-9), max_restarts=0), "budget_exhausted", "end", 1, False),
     "the last restart of the budget": (ended(fails(status=-9), counted_restarts=2), "restart", "restart", 0, True),
+    "node taken out": (ended(cascade, excluded=["b"]), "node_excluded", "restart", 0, False),
+    "node taken out, budget used": (ended(excluded=["b"], **used, **unknown), "node_excluded", "restart", 0, False),
+    "a rank asked for its node to be left out": (
+        ended(excluded=["b"], workload="exclude", workload_reason="ECC", **unknown),
+        "node_excluded",
+        "restart",
+        0,
+        False,
+    ),
+    "one node lost, another taken out": (ended(nodes_lost=["a"], excluded=["b"]), "node_lost", "restart", 0, False),
+    "asked to be left out while all ranks finish": (
+        ended(excluded=["b"], workload="exclude"),
+        "succeeded",
+        "end",
+        0,
+        False,
+    ),
+    # a rank asked for the end
+    "request_stop": (ended(workload="stop", **unknown), "workload_stop", "end", 93, False),
+    "request_stop, another code wanted": (
+        ended(workload="stop", no_restart_exit_code=17, **unknown),
+        "workload_stop",
+        "end",
+        17,
+        False,
+    ),
+    "request_stop although all ranks exit 0": (ended(workload="stop"), "workload_stop", "end", 93, False),
+    "request_stop and a rank exited 43": (ended(fails(status=43), workload="stop"), "workload_stop", "end", 93, False),
+    "a signal and request_stop": (ended(stop_signum=15, workload="stop"), "stopped", "end", 143, False),
+    # before the first step
+    "all ranks failed before the first step": (
+        ended(fails(**BUG), never_stepped=True),
+        "failed_before_first_step",
+        "end",
+        42,
+        False,
+    ),
+    "all ranks failed before the first step, twice": (
+        ended(fails(**BUG), **again, never_stepped=True),
+        "same_failure_twice",
+        "end",
+        42,
+        False,
+    ),
+    # no progress
+    "no progress": (ended(fails(status=-9), **stuck), "no_progress", "end", 93, False),
+    "no progress, another code wanted": (
+        ended(fails(status=-9), **stuck, no_restart_exit_code=17),
+        "no_progress",
+        "end",
+        17,
+        False,
+    ),
+    "no progress, but one try is left": (
+        ended(fails(status=-9), **{**stuck, "max_no_progress_cycles": 4}),
+        "restart",
+        "restart",
+        0,
+        True,
+    ),
+    "no progress, but the check is off": (
+        ended(fails(status=-9), **{**stuck, "max_no_progress_cycles": 0}),
+        "restart",
+        "restart",
+        0,
+        True,
+    ),
+    "no progress with a node lost": (ended(nodes_lost=["b"], **stuck), "no_progress", "end", 93, False),
+    "no progress and a code bug": (ended(fails(**BUG), **again, **stuck), "same_failure_twice", "end", 42, False),
+    "no progress, but it finished": (ended(**stuck), "succeeded", "end", 0, False),
 }
 
 
@@ -161,12 +240,58 @@ def test_every_rule_of_the_table_has_a_case_and_its_name() -> None:
     assert {text.partition(":")[0] for text, _ in RULES} == {case[1] for case in CASES.values()}
 
 
+ORDER = (
+    *("stopped", "workload_stop", "succeeded", "numerical_guard", "config_or_code_bug", "same_failure_twice"),
+    *("failed_before_first_step", "no_progress", "address_in_use", "node_lost", "node_excluded"),
+    *("budget_exhausted", "restart"),
+)
+
+
+def test_the_order_of_the_table() -> None:
+    assert tuple(text.partition(":")[0] for text, _ in RULES) == ORDER
+
+
+def test_the_text_of_a_rule_says_what_it_does() -> None:
+    """`run --dry-run` prints these texts: rule: when -> action, ..."""
+    says = {text.partition(":")[0]: text.rpartition("-> ")[2] for text, _ in RULES}
+    for known, rule, action, code, counted in CASES.values():
+        if known.no_restart_exit_code != 93:
+            continue
+        said = {"93": "--no-restart-exit-code"}.get(str(code), str(code)) if action == "end" else ""
+        said = "128+n" if rule == "stopped" else said
+        assert says[rule].startswith(action)
+        assert (f"end, {said}" == says[rule]) if action == "end" else (("counted" in says[rule]) == counted)
+
+
+def test_dry_run_prints_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    with pytest.raises(SystemExit) as ended_with:
+        main(["run", "--dry-run", "--run-dir", str(tmp_path / "run"), str(script)])
+    assert ended_with.value.code in (0, None)
+    shown = capsys.readouterr().out
+    places = [shown.index(text) for text, _ in RULES]
+    assert places == sorted(places)
+
+
 def test_an_end_says_why() -> None:
-    for known, _, action, _, _ in CASES.values():
+    for known, rule, action, _, _ in CASES.values():
         outcome = decide(known)
         assert outcome.cause
-        if action == "end" and outcome.verdict == "failed":
-            assert outcome.message
+        if action == "end" and outcome.verdict in ("failed", "no_restart"):
+            assert outcome.message == known.workload_reason if rule == "workload_stop" else outcome.message
+
+
+def test_the_reason_of_a_rank_is_the_message() -> None:
+    outcome = decide(ended(workload="stop", workload_reason="loss diverged", **unknown))
+    assert (outcome.verdict, outcome.cause, outcome.message) == ("no_restart", "workload_request", "loss diverged")
+
+
+def test_no_progress_names_count_marker_and_flags() -> None:
+    outcome = decide(CASES["no progress"][0])
+    assert (outcome.verdict, outcome.cause) == ("no_restart", "no_progress")
+    assert outcome.message.startswith("3 failed cycles in a row, each with less than 1 iterations of progress (marker 100;")
+    assert "--max-no-progress-cycles" in outcome.message and "--min-progress-iterations" in outcome.message
 
 
 def test_the_verdict_of_a_repeated_failure_shows_it() -> None:
@@ -213,6 +338,20 @@ def test_cause(failure: Failure | None, kind: str, cause: str) -> None:
     assert cause_of(failure, kind) == cause
 
 
+@pytest.mark.parametrize("name", sorted(ENVIRONMENT_ERRORS))
+@pytest.mark.parametrize("module", ["", "torch.distributed."])
+def test_errors_of_disks_networks_and_peers_are_no_code_bug(name: str, module: str) -> None:
+    assert not says_code_bug(fails(error_type=module + name, frame=FRAME))
+
+
+@pytest.mark.parametrize(
+    ("failure", "bug"),
+    [(fails(**BUG), True), (fails(status=7), True), (fails(status=-9), False), (cascade, False), (taken, False)],
+)
+def test_what_says_code_bug(failure: Failure, bug: bool) -> None:
+    assert says_code_bug(failure) == bug
+
+
 class TestFirstFailure:
     def test_first_by_time_and_not_by_order_or_rank(self) -> None:
         late, early = fails(0, 1, time_ns=900), fails(5, -9, time_ns=100)
@@ -255,6 +394,12 @@ endings = st.builds(
     port_retries=st.integers(0, 4),
     last_fingerprint=st.sampled_from([None, BUG_PRINT, "exit 7", "ValueError at unknown frame"]),
     last_fingerprint_step=st.sampled_from([None, 0, 5]),
+    workload=st.sampled_from([None, None, "stop", "exclude"]),
+    excluded=st.sampled_from([[], ["a"]]),
+    never_stepped=st.booleans(),
+    progress=st.builds(Progress, last=st.sampled_from([None, 0, 7]), count=st.integers(0, 4)),
+    max_no_progress_cycles=st.integers(0, 3),
+    no_restart_exit_code=st.sampled_from([93, 17]),
 )
 
 
@@ -266,10 +411,13 @@ def test_invariants_of_every_decision(known: Ended) -> None:
         assert outcome.exit_code == 0
         assert not outcome.counted or known.counted_restarts < known.max_restarts
         assert outcome.counted == (outcome.rule == "restart")
+        assert known.workload != "stop"
+        assert not known.max_no_progress_cycles or known.progress.count < known.max_no_progress_cycles
     else:
         # 3 to 6 mean something else, and 0 is only for success.
-        assert outcome.exit_code in (0, 1, 42, 43, 129, 130, 143)
+        assert outcome.exit_code in (0, 1, 42, 43, 129, 130, 143, known.no_restart_exit_code)
         assert (outcome.exit_code == 0) == (outcome.verdict == "succeeded")
+        assert (outcome.exit_code == known.no_restart_exit_code) == (outcome.verdict == "no_restart")
     if outcome.verdict == "succeeded" and outcome.action == "end":
         assert known.all_exited_zero
         assert not known.failures

@@ -15,10 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.watch import LEARN_STEPS, LEARNED_MIN_S, SAFETY_FACTOR, HangLimits, PageLook, RankPages
+from keepstep.launcher.watch import (
+    KNOWN_SECTIONS_MIN_S,
+    LEARN_STEPS,
+    LEARN_WINDOW,
+    LEARNED_MIN_S,
+    SAFETY_FACTOR,
+    SPREAD_FACTOR,
+    HangLimits,
+    PageLook,
+    RankPages,
+)
 from keepstep.records import page as layout
 from keepstep.records.frames import ENV_PAGE_FD
-from keepstep.trainer.page import make_steps, open_page
+from keepstep.trainer.page import LEASE_LOOK_S, make_steps, open_page
+
+S = 1_000_000_000
 
 
 class Writer:
@@ -187,8 +199,76 @@ class TestLook:
 
     def test_a_stop_request_reaches_the_rank(self, pages: RankPages, writer: Writer) -> None:
         assert writer.words[layout.W_STOP_REQUEST] == 0
+        before = time.monotonic_ns()
         pages.request_stop()
-        assert writer.words[layout.W_STOP_REQUEST] == 1
+        asked = writer.words[layout.W_STOP_REQUEST]
+        assert before <= asked <= time.monotonic_ns()
+        pages.request_stop()
+        assert writer.words[layout.W_STOP_REQUEST] == asked
+
+    def test_a_heartbeat_is_progress_without_steps(self, pages: RankPages, writer: Writer) -> None:
+        assert not pages.look().trains
+        writer.words[layout.W_PHASE] = layout.PHASE_INIT
+        writer.words[layout.W_HEARTBEAT_NS] = now = time.monotonic_ns()
+        look = pages.look()
+        assert (look.trains, look.has_steps, look.progress_ns) == (True, False, now)
+        writer.words[layout.W_PHASE] = layout.PHASE_TRAIN  # as at the first step
+        assert not pages.look().trains
+
+    def test_leaving_a_section_is_progress_and_begins_the_time_outside(self, pages: RankPages, writer: Writer) -> None:
+        assert pages.look().left_ns == 0
+        with writer.section("outer"):
+            with writer.section("inner"):
+                pass
+            left = time.monotonic_ns()
+            assert pages.look().left_ns == 0
+        look = pages.look()
+        assert left <= look.left_ns <= look.progress_ns <= time.monotonic_ns()
+        with writer.section("outer"):
+            assert pages.look().left_ns == 0
+            assert [name for name, _ in pages.look().sections] == ["outer"]
+
+    def test_time_in_sections_by_name(self, pages: RankPages, writer: Writer) -> None:
+        before = time.monotonic_ns()
+        for _ in range(3):
+            with writer.section("data"), writer.section("fetch"):
+                pass
+        spent = pages.look().section_sums_ns
+        assert 0 < spent["fetch"] < spent["data"] <= time.monotonic_ns() - before
+
+    def test_as_many_names_as_the_page_holds(self, pages: RankPages, writer: Writer) -> None:
+        names = [f"section-{n}" for n in range(layout.MAX_SECTION_NAMES)]
+        for name in names:
+            with writer.section(name):
+                assert [open_name for open_name, _ in pages.look().sections] == [name]
+        assert list(pages.look().section_sums_ns) == names
+        with pytest.raises(ValueError, match="'one more': more than 64 section names"):
+            writer.section("one more")
+
+    def test_a_step_waits_while_the_lease_has_run_out(
+        self, pages: RankPages, writer: Writer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pages.set_lease(time.monotonic_ns() + 3600 * S)
+        with writer.step(0):
+            pass
+        pages.set_lease(1)
+        begun = threading.Event()
+
+        def train() -> None:
+            with writer.step(1):
+                begun.set()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert not begun.wait(5 * LEASE_LOOK_S)
+        assert pages.look().completed == 1 and not pages.look().in_step
+        pages.set_lease(2)  # moved, but still in the past
+        assert not begun.wait(5 * LEASE_LOOK_S)
+        pages.set_lease(time.monotonic_ns() + 3600 * S)
+        assert begun.wait(10)
+        thread.join(10)
+        assert pages.look().completed == 2
+        assert "lease ran out" in capsys.readouterr().err
 
     def test_imports_are_progress_and_keep_their_order(self, pages: RankPages) -> None:
         before = pages.look().progress_ns
@@ -200,7 +280,6 @@ class TestLook:
         assert pages.look().progress_ns == look.progress_ns
 
 
-S = 1_000_000_000
 MakeLook = Callable[..., PageLook]
 
 
@@ -256,13 +335,19 @@ class TestLimits:
     def test_auto_keeps_to_the_slowest_of_the_last_samples(self, make_look: MakeLook) -> None:
         limits = learned(1.0)
         limits.learn(100.0)
-        assert limits.limit_s(make_look()) == 800
-        for _ in range(200):
+        assert limits.limit_s(make_look()) > 800
+        for _ in range(LEARN_WINDOW):
             limits.learn(50.0)
         assert limits.limit_s(make_look()) == 400
 
+    def test_auto_allows_for_the_spread_of_the_samples(self, make_look: MakeLook) -> None:
+        limits = learned(50.0)
+        for _ in range(LEARN_STEPS):
+            limits.learn(150.0)
+        assert limits.limit_s(make_look()) == pytest.approx(150 * SAFETY_FACTOR + 50 * SPREAD_FACTOR)
+
     def test_a_floor_can_be_raised_after_a_learned_limit_was_wrong(self, make_look: MakeLook) -> None:
-        limits = HangLimits("auto", 600, {}, learned_min_s=2 * LEARNED_MIN_S)
+        limits = HangLimits("auto", 600, {}, patience=2)
         for _ in range(LEARN_STEPS):
             limits.learn(1.0)
         assert limits.limit_s(make_look()) == 2 * LEARNED_MIN_S
@@ -309,3 +394,151 @@ class TestLimits:
         possible += [(1000 + float(setting)) * S] if setting != "off" else []
         assert deadline == min(possible, default=float("inf"))
         assert why
+
+
+class TestSectionLimits:
+    @pytest.mark.parametrize("name", [*KNOWN_SECTIONS_MIN_S, "first_step"])
+    def test_known_names_have_limits_from_the_beginning(self, name: str, make_look: MakeLook) -> None:
+        limits = learned(1.0)
+        floor = KNOWN_SECTIONS_MIN_S.get(name, limits.start_s)
+        look = make_look(sections=[(name, 1000 * S)])
+        assert limits.section_limit_s(name) == floor >= 600
+        assert limits.deadline_ns(look)[0] == (1000 + floor) * S, "no progress is needed inside it"
+        assert limits.section_limit_s("data") is None
+
+    def test_a_section_seen_often_enough_gets_a_limit(self, make_look: MakeLook) -> None:
+        limits = learned(1.0)
+        for _ in range(LEARN_STEPS - 1):
+            limits.learn_section("export", 100.0)
+        assert limits.section_limit_s("export") is None
+        limits.learn_section("export", 100.0)
+        assert limits.section_limit_s("export") == 100 * SAFETY_FACTOR
+        deadline, why = limits.deadline_ns(make_look(sections=[("export", 990 * S)]))
+        assert (deadline, why) == ((990 + 800) * S, "section 'export' open for 800 s")
+
+    def test_short_sections_have_the_same_floor_as_steps(self) -> None:
+        limits = learned(1.0)
+        for _ in range(LEARN_STEPS):
+            limits.learn_section("data", 0.01)
+        assert limits.section_limit_s("data") == LEARNED_MIN_S
+
+    def test_one_slow_save_is_forgotten(self) -> None:
+        limits = learned(1.0)
+        limits.learn_section("checkpoint", 5000.0)
+        for _ in range(LEARN_WINDOW - 1):
+            limits.learn_section("checkpoint", 10.0)
+        inflated = limits.section_limit_s("checkpoint")
+        limits.learn_section("checkpoint", 10.0)
+        assert inflated is not None and inflated > 5000 * SAFETY_FACTOR
+        assert limits.section_limit_s("checkpoint") == KNOWN_SECTIONS_MIN_S["checkpoint"]
+
+    def test_a_given_limit_goes_before_the_known_and_the_learned(self, make_look: MakeLook) -> None:
+        limits = HangLimits("auto", 600, {"checkpoint": 20})
+        for _ in range(LEARN_STEPS):
+            limits.learn_section("checkpoint", 100.0)
+        assert limits.deadline_ns(make_look(sections=[("checkpoint", 995 * S)]))[0] == 1015 * S
+
+    @pytest.mark.parametrize("setting", ["off", "30"])
+    def test_nothing_is_learned_unless_auto(self, setting: str) -> None:
+        limits = HangLimits(setting, 600, {})
+        for _ in range(LEARN_STEPS):
+            limits.learn_section("checkpoint", 1.0)
+        assert limits.section_limit_s("checkpoint") is None
+
+    def test_patience_multiplies_the_floors(self) -> None:
+        limits = HangLimits("auto", 600, {}, patience=4)
+        assert limits.section_limit_s("evaluation") == 4 * KNOWN_SECTIONS_MIN_S["evaluation"]
+
+    def test_a_hang_in_a_short_section_inside_a_long_one_is_not_covered_by_it(self, make_look: MakeLook) -> None:
+        limits = HangLimits("auto", 600, {"data": 15})
+        look = make_look(sections=[("evaluation", 900 * S), ("data", 1000 * S)])
+        assert limits.deadline_ns(look) == (1015 * S, "section 'data' open for 15 s")
+
+    def test_learning_from_looks(self, pages: RankPages, writer: Writer) -> None:
+        limits = HangLimits("auto", 600, {})
+        looks = [pages.look()]
+        writer.words[layout.W_PHASE] = layout.PHASE_TRAIN
+        for number in range(LEARN_STEPS + 1):
+            with writer.step(number), writer.section("data"):
+                pass
+            looks.append(pages.look())
+            limits.learn_from(looks[-2], looks[-1])
+        assert limits.section_limit_s("data") == LEARNED_MIN_S
+        assert limits.limit_s(looks[-1]) == LEARNED_MIN_S
+
+    def test_a_long_section_does_not_stretch_the_limit_between_steps(self, make_look: MakeLook) -> None:
+        limits = learned(100.0)
+        inside = make_look(sections=[("evaluation", 1000 * S)])
+        after = make_look(progress_ns=2000 * S, section_sums_ns={"evaluation": 1000 * S})
+        limits.learn_from(inside, after)
+        assert limits.limit_s(make_look()) == 100 * SAFETY_FACTOR
+        limits.learn_from(make_look(), make_look(progress_ns=1500 * S))
+        assert limits.limit_s(make_look()) > 500 * SAFETY_FACTOR
+
+    def test_heartbeats_teach_the_limit_too(self, make_look: MakeLook) -> None:
+        beating = {"completed_ns": 0, "phase": "init", "heartbeat_ns": 1}
+        limits = HangLimits("auto", 600, {})
+        for second in range(LEARN_STEPS):
+            limits.learn_from(
+                make_look(progress_ns=second * 100 * S, **beating),
+                make_look(progress_ns=(second + 1) * 100 * S, **beating),
+            )
+        assert limits.limit_s(make_look(**beating)) == 100 * SAFETY_FACTOR
+        assert limits.limit_s(make_look(completed_ns=0, phase="init")) == 600
+        assert limits.limit_s(make_look(completed_ns=0, phase="train", heartbeat_ns=1)) == 600, "in its first step"
+
+    @pytest.mark.parametrize("setting", ["off", "auto", "900"])
+    def test_time_outside_all_sections(self, setting: str, make_look: MakeLook) -> None:
+        limits = HangLimits(setting, 600, {}, out_of_section_s=10)
+        outside = make_look(left_ns=995 * S)
+        assert limits.deadline_ns(outside) == (1005 * S, "in no section for 10 s")
+        for other in (
+            make_look(),
+            make_look(left_ns=995 * S, phase="close"),
+            make_look(left_ns=995 * S, finished=True),
+        ):
+            assert limits.deadline_ns(other)[1] != "in no section for 10 s"
+
+    @given(
+        actions=st.lists(st.sampled_from(["open a", "open b", "open c", "close", "step"]), min_size=1, max_size=30),
+        limits_s=st.dictionaries(st.sampled_from("abc"), st.integers(1, 500)),
+        outside_s=st.none() | st.integers(1, 500),
+        setting=st.sampled_from(["off", "auto", "100"]),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_however_sections_are_nested_the_earliest_of_all_limits_holds(
+        self, actions: list[str], limits_s: dict[str, float], outside_s: float | None, setting: str
+    ) -> None:
+        pages = RankPages(0, 0)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                writer = Writer(pages, patch)
+                writer.words[layout.W_PHASE] = layout.PHASE_TRAIN
+                limits = HangLimits(setting, 700, dict(limits_s), out_of_section_s=outside_s)
+                opened: list[tuple[str, Any, int]] = []
+                left = 0
+                for number, action in enumerate(actions):
+                    if action == "step":
+                        with writer.step(number):
+                            pass
+                    elif action != "close":
+                        section = writer.section(action[-1])
+                        section.__enter__()
+                        opened.append((action[-1], section, time.monotonic_ns()))
+                    elif opened:
+                        opened.pop()[1].__exit__(None, None, None)
+                        left = time.monotonic_ns()
+                deadline, why = limits.deadline_ns(pages.look())
+                now = time.monotonic_ns()
+                seen = opened[: layout.MAX_SECTION_DEPTH]
+                own = [limits_s[name] for name, _, _ in seen if name in limits_s]
+                general = {"off": float("inf"), "100": 100.0, "auto": max([700.0, *own])}[setting]
+                expected = [now + general * S, *(at + limits_s[name] * S for name, _, at in seen if name in limits_s)]
+                if outside_s is not None and left and not opened:
+                    expected.append(left + outside_s * S)
+                # The page's own clock reads lie a little before the test's.
+                assert deadline == float("inf") or min(expected) - 0.5 * S <= deadline <= min(expected)
+                assert (deadline == float("inf")) == (min(expected) == float("inf"))
+                assert why
+        finally:
+            pages.close()

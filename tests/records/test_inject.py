@@ -20,6 +20,9 @@ def test_kinds_of_the_contract_so_far() -> None:
         "corrupt-checkpoint",
         "coordinator-kill",
         "preempt",
+        "oom",
+        "node-loss",
+        "partition",
     }
     assert expected <= set(KINDS)
 
@@ -41,10 +44,23 @@ def test_own_keys_of_a_kind() -> None:
     assert (slow.factor, slow.steps, slow.seconds) == (3.0, 5, 0.5)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "coordinator-kill", "preempt"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "coordinator-kill", "preempt", "node-loss"])
 def test_what_comes_from_outside_may_be_timed_instead_of_counted(kind: str) -> None:
     injection = parse_injection(f"{kind}@seconds=2.5")
-    assert (injection.step, injection.seconds) == (None, 2.5)
+    assert (injection.step, injection.seconds, injection.timed_s) == (None, 2.5, 2.5)
+
+
+def test_a_partition_has_a_length_and_its_own_word_for_a_timed_begin() -> None:
+    counted = parse_injection("partition@step=4,seconds=3,node=n1")
+    assert (counted.seconds, counted.timed_s) == (3.0, None)
+    timed = parse_injection("partition@after=2,seconds=3")
+    assert (timed.seconds, timed.timed_s) == (3.0, 2.0)
+    assert parse_injection("partition@step=4").seconds is None
+
+
+def test_what_waits_for_a_step_is_not_timed() -> None:
+    assert parse_injection("kill@step=4,seconds=3").timed_s is None
+    assert parse_injection("slow@step=4,seconds=3").timed_s is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +70,9 @@ def test_what_comes_from_outside_may_be_timed_instead_of_counted(kind: str) -> N
         ("", r"unknown kind ''; valid kinds:"),
         ("kill", r"'kill': needs step=N or seconds=S"),
         ("hang", r"'hang': needs step=N"),
+        ("partition@seconds=1", r"needs step=N or after=S"),
+        ("oom@seconds=1", r"'seconds=1' is not one of cycle, node, rank, step as KEY=VALUE"),
+        ("kill@after=1", r"'after=1' is not one of"),
         ("hang@seconds=1", r"'seconds=1' is not one of cycle, node, rank, step as KEY=VALUE"),
         ("kill@step=1,code=3", r"'code=3' is not one of cycle, node, rank, seconds, step as KEY=VALUE"),
         ("kill@step", r"'step' is not one of"),

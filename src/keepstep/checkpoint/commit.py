@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,12 +68,19 @@ def writer_facts(
     )
 
 
-def commit(folder: Path, files: list[FileFact], facts: Facts, key: EllipticCurvePrivateKey | None) -> Manifest:
+def commit(
+    folder: Path,
+    files: list[FileFact],
+    facts: Facts,
+    key: EllipticCurvePrivateKey | None,
+    *,
+    may_publish: Callable[[], None] = lambda: None,
+) -> Manifest:
     """Publish `folder`: sign (unless `key` is None) and put the marker in place, durably.
 
     All `files` must be written and fsynced already. The marker is first written beside the folder, in the root's side
-    folder, so that the committed folder never holds anything but the listed files. Raises StorageError; then nothing is
-    published.
+    folder, so that the committed folder never holds anything but the listed files. `may_publish` is asked last and raises
+    StorageError when it must not be. Raises StorageError; then nothing is published.
     """
     marker = MARKER_UNSIGNED if key is None else MARKER_SIGNED
     statement = build_statement(folder.name, files, facts, marker=marker)
@@ -83,6 +91,7 @@ def commit(folder: Path, files: list[FileFact], facts: Facts, key: EllipticCurve
     except OSError as error:
         raise storage_error("create", side, error) from error
     fsync_folder(folder)
+    may_publish()
     # From here on the folder is complete but for its marker; a reader sees all of it or no checkpoint.
     replace_file(folder / marker, data, temp=side / f"{folder.name}.{os.getpid()}.marker")
     fsync_folder(folder.parent)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ class SaveJob(msgspec.Struct, kw_only=True):
     index: Index
     life: Life
     key: Any
+    begun_ns: int
+    """When staging began (CLOCK_MONOTONIC)."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +61,16 @@ class Saver:
     The thread is not a daemon: a script that ends right after a save still commits it.
     """
 
-    def __init__(self, channel: Exchange, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        channel: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        may_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`may_commit` is called right before the marker is written and raises StorageError when it must not be."""
         self._channel = channel
         self._rank = rank
         self._world_size = world_size
@@ -64,6 +78,9 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._number = 0
+        self._may_commit = may_commit
+        self._took_s: deque[float] = deque(maxlen=20)
+        self._begun_ns = 0
         self.parent: str | None = None
         self.newest: Path | None = None
         self.committed_step: int | None = None
@@ -78,6 +95,7 @@ class Saver:
         """Start the save; the one before must have been waited for."""
         assert self._thread is None, "one save in flight"
         self._number += 1
+        self._begun_ns = job.begun_ns
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
@@ -91,6 +109,17 @@ class Saver:
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
+
+    def median_s(self) -> float | None:
+        """Median time from staging to commit of the latest committed saves; None before the first."""
+        took = list(self._took_s)
+        return statistics.median(took) if took else None
+
+    def in_flight_s(self, expected_s: float) -> float:
+        """Seconds until the save in flight is over when it takes `expected_s` in all; 0 when there is none."""
+        if self._thread is None or not self._thread.is_alive():
+            return 0.0
+        return max(0.0, expected_s - (time.monotonic_ns() - self._begun_ns) / 1e9)
 
     def wait(self) -> Outcome | None:
         """Wait for the save in flight; its outcome, once, or None when there is none."""
@@ -114,6 +143,7 @@ class Saver:
         except Exception as error:  # whatever went wrong, training goes on and all ranks learn of it
             outcome = Outcome(step=job.name.step, error=f"rank {self._rank}: {type(error).__name__}: {error}")
         if outcome.path is not None:
+            self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.path, outcome.digest)
         if self._rank == 0:
             self._report(outcome)
@@ -165,7 +195,7 @@ class Saver:
             scope=life.scope,
             life_started_ns=life.started_ns,
         )
-        return commit(folder, files, facts, job.key).digest
+        return commit(folder, files, facts, job.key, may_publish=self._may_commit).digest
 
     def _collect(self, job: SaveJob, number: int) -> list[FileFact]:
         """The files of all other ranks. Raises StorageError as soon as one rank failed or holds another state."""

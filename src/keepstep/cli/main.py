@@ -11,12 +11,15 @@ import importlib
 import os
 import traceback
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from keepstep.records.errors import ConfigError, KeepstepError
 from keepstep.records.exits import EXIT_FAILURE
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 EXIT_INTERRUPTED = 130
 
@@ -31,8 +34,21 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "run": Verb("keepstep.cli.run:run", "Supervise a training job; takes torchrun's flags.", "launch"),
+    "coordinator": Verb("keepstep.cli.coordinator:coordinator", "Run a job's coordinator on a host of its own.", "launch"),
     "demo": Verb("keepstep.cli.demo:demo", "Train, break it, resume and account, on this machine.", "launch"),
     "goodput": Verb("keepstep.cli.goodput:goodput", "Say where the wall-clock of a run went."),
+    "check": Verb("keepstep.cli.check:check", "Check this node, or the bandwidth of a job's nodes."),
+    "config": Verb("keepstep.cli.config:config", "Show or check the configuration of a run or a --config file."),
+    "completion": Verb("keepstep.cli.misc:completion", "Print the script that completes keepstep in your shell."),
+    "get": Verb("keepstep.cli.get:get", "List jobs, cycles, nodes, ranks, checkpoints, spares, incidents."),
+    "describe": Verb("keepstep.cli.describe:describe", "Show everything about one job, cycle, node or rank."),
+    "events": Verb("keepstep.cli.events:events", "Show what happened in a run, in order."),
+    "logs": Verb("keepstep.cli.logs:logs", "Print the output of ranks."),
+    "history": Verb("keepstep.cli.history:history", "Show the cycles of a run, one line each."),
+    "top": Verb("keepstep.cli.top:top", "Watch a run: step, speed, ETTR, nodes, last events."),
+    "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
+    "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),
+    "doctor": Verb("keepstep.cli.doctor:doctor", "Say which settings will cost the job time, why, and the fix."),
     "explain-exit": Verb("keepstep.cli.misc:explain_exit_command", "Say what an exit code means."),
     "version": Verb("keepstep.cli.misc:version", "Print the versions of keepstep, Python and torch."),
 }
@@ -58,6 +74,9 @@ class LazyGroup(click.Group):
         try:
             command = getattr(importlib.import_module(module_name), attribute)
         except ImportError as error:
+            if ctx.resilient_parsing:
+                # A shell asks for completions: there are none of a verb that is not installed.
+                return None
             raise _missing(cmd_name, verb, error) from error
         if not isinstance(command, click.Command):
             raise TypeError(f"{verb.target} is not a click command")
@@ -68,11 +87,18 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the verb that `args` names. Raises click.UsageError naming the nearest verb when there is none."""
         name = args[0]
-        if name not in self.verbs and not name.startswith("-"):
+        if name not in self.verbs and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, self.verbs, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise click.UsageError(f"no such verb {name!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Completions of a verb's name from the table, so that the TAB key imports none of them."""
+        from click.shell_completion import CompletionItem
+
+        verbs = [CompletionItem(n, help=v.summary) for n, v in self.verbs.items() if n.startswith(incomplete)]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs from the table, so that help imports none of them."""

@@ -1,4 +1,4 @@
-"""Small verbs: `explain-exit` and `version`."""
+"""Small verbs: `explain-exit`, `version` and `completion`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from keepstep import __version__
 from keepstep.cli.output import emit, output_option
+from keepstep.records.errors import ConfigError
 from keepstep.records.exits import explain_exit
 
 
@@ -54,3 +55,21 @@ def version(output: str) -> None:
         table=lambda console, _wide: console.print(lines, markup=False),
         name=lambda _record: __version__,
     )
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes keepstep's verbs and flags in SHELL.
+
+    bash: eval "$(keepstep completion bash)" in ~/.bashrc. zsh: the same with zsh in ~/.zshrc. fish: keepstep completion fish
+    > ~/.config/fish/completions/keepstep.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    from keepstep.cli.main import main
+
+    kind = get_completion_class(shell)
+    if kind is None:  # pragma: no cover - click has all three
+        raise ConfigError(f"completion {shell}: this click has no completion for it")
+    click.echo(kind(main, {}, "keepstep", "_KEEPSTEP_COMPLETE").source())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,56 +16,70 @@ from typing import Any
 import msgspec
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.clock import Anchor, boot_ns
+from keepstep.launcher.clock import Anchor, boot_id, boot_ns
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import uses_trainer
+from keepstep.launcher.environment import stop_notice_s
 from keepstep.launcher.files import RunLock, write_durable
-from keepstep.launcher.link import Link, RefusedError
+from keepstep.launcher.guard import Guard
+from keepstep.launcher.lead import Child, coordinator_child, is_own, make_folder_id, split_endpoint
+from keepstep.launcher.link import Link, RefusedError, Target
 from keepstep.launcher.localcycle import LocalCycle
 from keepstep.launcher.logs import LogThread
-from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
+from keepstep.launcher.nodecare import NodeCare
+from keepstep.launcher.nodecycles import NodeCycles
+from keepstep.launcher.procs import become_subreaper, kill_group, kill_quietly, with_environment
 from keepstep.launcher.ranklink import RankServer
+from keepstep.launcher.renewal import SILENCE_SHARE, Renewal, Sample, stand_by
 from keepstep.launcher.spawn import SpawnError
-from keepstep.launcher.starter import PortTakenError, RankStarter
+from keepstep.launcher.starter import RankStarter
+from keepstep.launcher.trust import fence_key
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import VerdictFile
-from keepstep.records.errors import KeepstepError, StorageError
+from keepstep.records.errors import ConfigError, KeepstepError, StorageError
 from keepstep.records.exits import EXIT_FAILURE
 from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
-from keepstep.records.inject import Injection
+from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
 
-MAX_COORDINATOR_DEATHS = 5
-DEATH_WINDOW_S = 20.0
-COORDINATOR_RETRY_S = 5.0
 COORDINATOR_LOST_S = 20.0
-LEARN_AFTER_S = 5.0
+HELD_KEYS = "decision/"
+MAX_HELD = 64
+HOLD_OPEN_S = 40.0
+"""How long the leader waits for its coordinator to have told everybody how the job ended."""
 
 
 class Agent:
     """Everything one launcher holds. `main` returns the exit code of `keepstep run`."""
 
-    def __init__(self, config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int) -> None:
+    def __init__(
+        self, config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int, token: bytes | None
+    ) -> None:
+        """`lock`: held by the launcher that leads on this host. `token`: the job token, None on one host."""
         self.config = config
         self.run_id = config.run_id
         self.run_dir = Path(config.run_dir)
         self.anchor = Anchor.take()
         self._sockets = sockets
-        self._lock = lock
+        self._leads = lock is not None
+        self._token = token
         self._started_boot_ns = started_boot_ns
         self._logs = LogThread()
         self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
         self._starter = RankStarter(config, self._server.path, self._logs, self.say)
         # The leader starts the coordinator again itself; anybody else can only wait so long for it.
-        give_up_s = COORDINATOR_LOST_S if lock is None else None
-        self._link = Link(sockets / "coordinator.sock", self._hello, self._on_command, give_up_s)
-        self._launch_id = secrets.token_hex(8)
-        self._coordinator: subprocess.Popen[bytes] | None = None
-        self._coordinator_deaths: list[float] = []
-        self._cycle: LocalCycle | None = None
-        self._cycle_number = -1
-        self._cycle_task: asyncio.Task[None] | None = None
-        self._expect_steps = uses_trainer(config)
-        self._learned_hangs = 0
+        patience_s = config.join_timeout_s if config.endpoints else COORDINATOR_LOST_S
+        give_up_s = None if self._leads else patience_s
+        self._link = Link(self._targets, self._hello, self._on_command, give_up_s, token, self._on_nobody)
+        several = len(config.endpoints) > 1
+        self._renewal = Renewal(self._link, config.lease_s, several, self._sample, self._on_extended)
+        self._coordinator: Child | None = None
+        self._fenced = False
+        self._care = NodeCare(config, self.say, self.infrastructure)
+        self._problems: list[str] = []
+        self._role = ""
+        fenced_job = config.nnodes + config.spares > 1
+        self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if fenced_job else None
+        self._cycles = NodeCycles(self, self._starter, self._care, self._guard)
+        self._held: dict[str, asyncio.Future[Any]] = {}
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -82,10 +94,24 @@ class Agent:
         await self._server.start()
         for name in self.config.signals:
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
-        if self._lock is not None:
-            self._start_coordinator()
+        if self._leads:
+            make_folder_id(self.run_dir)
+            self._start_coordinator(self.config.endpoints[0] if self.config.endpoints else None)
+        if self._guard is not None:
+            self._guard.start()
         self._starter.start()
+        self._problems = await self._care.check()
         link: asyncio.Future[Any] = asyncio.ensure_future(self._link.run())
+        others: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._renewal.run())]
+        standby = self._standby_endpoint()
+        if standby is not None:
+            patience_s = SILENCE_SHARE * self.config.lease_s * self.config.endpoints.index(standby)
+            linked: Callable[[], bool] = lambda: self._link.connected or self._coordinator is not None  # noqa: E731
+            others.append(
+                asyncio.ensure_future(stand_by(self.run_dir, patience_s, linked, lambda: self._take_over(standby)))
+            )
+        for task in others:
+            task.add_done_callback(self._on_task_end)
         try:
             done, _ = await asyncio.wait({link, self._end}, return_when=asyncio.FIRST_COMPLETED)
             if link in done:
@@ -96,13 +122,24 @@ class Agent:
             self._leave_verdict(str(error))
             return EXIT_FAILURE
         finally:
-            link.cancel()
+            for task in (link, *others):
+                task.cancel()
             await self._shut_down()
+
+    def _on_task_end(self, task: asyncio.Future[Any]) -> None:
+        """A launcher that no longer renews its lease must not go on as if it did."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._over:
+            assert self._end is not None
+            self._end.set_exception(KeepstepError(f"internal error: {type(error).__name__}: {error}"))
+
+    @property
+    def _over(self) -> bool:
+        return self._end is None or self._end.done()
 
     def _leave_verdict(self, message: str) -> None:
         """The launcher itself failed: say so where the coordinator could not."""
         path = self.run_dir / "verdict.json"
-        if self._lock is None or path.exists():
+        if not self._leads or path.exists():
             return
         verdict = VerdictFile(
             run_id=self.run_id,
@@ -116,32 +153,21 @@ class Agent:
             write_durable(path, to_pretty_json(verdict))
 
     async def _shut_down(self) -> None:
-        if self._cycle is not None and self._cycle_task is not None:
-            self._cycle.stop("the launcher ends")
-            await asyncio.wait({self._cycle_task}, timeout=self.config.stop_grace_s + 5)
+        await self._cycles.finish(self.config.stop_grace_s + 5)
         self._starter.close()
+        if self._guard is not None:
+            self._guard.close()
         if self._coordinator is not None:
-            await asyncio.to_thread(self._end_coordinator)
+            await self._coordinator.end(HOLD_OPEN_S if self.config.nnodes + self.config.spares > 1 else 3.0)
         self._logs.drain(1.0)
         self._logs.close()
         await self._server.close()
-
-    def _end_coordinator(self) -> None:
-        """It leaves by itself once every agent has gone; a coordinator that does not is ended."""
-        assert self._coordinator is not None
-        try:
-            self._coordinator.wait(3)
-        except subprocess.TimeoutExpired:
-            self._coordinator.kill()
-            self._coordinator.wait()
 
     def _clear_leftovers(self) -> None:
         """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left.
 
         Those of another launcher of this very life (several on one machine) answer through their agent's socket.
         """
-        if self._lock is None:
-            return
         for pid, environment in with_environment(ENV_RUN_DIR, self.config.run_dir).items():
             if pid != os.getppid() and not _listens(environment.get(ENV_AGENT_SOCKET, "")):
                 self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
@@ -149,8 +175,12 @@ class Agent:
 
     def say(self, text: str) -> None:
         """One line for the user, also in logs/launcher.log."""
-        print(f"keepstep: {text}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), (self.run_dir / "logs" / "launcher.log").open("a") as log:
+        with contextlib.suppress(OSError):
+            # Whoever read it may be gone; that stops nothing.
+            print(f"keepstep: {text}", file=sys.stderr, flush=True)
+        own = self.run_dir / "nodes" / self.config.node
+        folder = self.run_dir / "logs" if self._leads else own
+        with contextlib.suppress(OSError), (folder / "launcher.log").open("a") as log:
             log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} [{self.config.node}] {text}\n")
 
     def _report_end(self, end: m.End) -> int:
@@ -163,58 +193,121 @@ class Agent:
 
     # ---- coordinator
 
-    def _start_coordinator(self) -> None:
-        command = [sys.executable, "-m", "keepstep.launcher.coordinator"]
-        command += ["--run-dir", str(self.run_dir), "--socket", str(self._sockets / "coordinator.sock")]
-        command += ["--started-ns", str(self._started_boot_ns), "--launch", self._launch_id]
-        with (self.run_dir / "logs" / "launcher.log").open("ab") as log:
-            self._coordinator = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        fd = os.pidfd_open(self._coordinator.pid)
-        asyncio.get_running_loop().add_reader(fd, self._on_coordinator_exit, fd)
+    def _targets(self) -> list[Target]:
+        """Where to look for the coordinator: the own one first, then the endpoints in their order."""
+        local = [Target(str(self._sockets / "coordinator.sock"))]
+        if not self.config.endpoints:
+            return local
+        remote = [Target(e, self.config.tls) for e in self.config.endpoints]
+        if self._coordinator is None:
+            return remote
+        # The own coordinator listens at one of the endpoints; should it be superseded, the others have the next one.
+        return local + (remote if len(remote) > 1 else [])
 
-    def _on_coordinator_exit(self, fd: int) -> None:
-        asyncio.get_running_loop().remove_reader(fd)
-        os.close(fd)
-        assert self._coordinator is not None and self._end is not None
-        status = self._coordinator.wait()
-        if self._end.done():
-            return
-        now = time.monotonic()
-        self._coordinator_deaths = [t for t in self._coordinator_deaths if now - t < DEATH_WINDOW_S] + [now]
-        log = self.run_dir / "logs" / "launcher.log"
-        if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS and self._cycle is not None:
-            # Ranks train on without it: better to wait for the disk (say) than to end them.
-            self.say(
-                f"the coordinator does not stay up (see {log}); ranks go on, next try in {COORDINATOR_RETRY_S:g} s"
-            )
-            asyncio.get_running_loop().call_later(COORDINATOR_RETRY_S, self._start_coordinator)
-            return
-        if len(self._coordinator_deaths) > MAX_COORDINATOR_DEATHS:
-            self._end.set_exception(
-                KeepstepError(
-                    f"the coordinator ended {len(self._coordinator_deaths)} times in {DEATH_WINDOW_S:g} s; see {log}"
-                )
-            )
-            return
-        self.say(f"the coordinator ended (status {status}); starting it again, ranks go on")
-        self._start_coordinator()
+    def _start_coordinator(self, endpoint: str | None) -> None:
+        self._coordinator = coordinator_child(
+            self.config,
+            self._sockets,
+            self._token,
+            self._started_boot_ns,
+            endpoint,
+            self.say,
+            self._on_hopeless,
+            self._on_coordinator_left,
+        )
+        self._coordinator.start()
+
+    def _on_coordinator_left(self) -> None:
+        """It ended on purpose: the job is over, or another host has taken over and is where to go now."""
+        if self.config.endpoints and not self._over:
+            self._coordinator = None
+            self._leads = False
+
+    def _on_hopeless(self, message: str) -> bool:
+        """The coordinator does not stay up. Ranks train on without it: better to wait for the disk (say) than to end them."""
+        if self._cycles.current is not None or self._over:
+            return True
+        assert self._end is not None
+        self._end.set_exception(KeepstepError(message))
+        return False
+
+    def _standby_endpoint(self) -> str | None:
+        """The endpoint at which this launcher may take over, None when it may not."""
+        if self._leads:
+            return None
+        return next((e for e in self.config.endpoints[1:] if is_own(e)), None)
+
+    def _take_over(self, endpoint: str) -> None:
+        if self._coordinator is None and not self._over:
+            self.say(f"no sign of the coordinator any more; taking over at {endpoint}")
+            self._start_coordinator(endpoint)
 
     def _hello(self, epoch: int) -> m.Hello:
+        networked = bool(self.config.endpoints)
+        own = split_endpoint(self.config.endpoints[0])[0] if networked and self._leads else None
         return m.Hello(
             id=self._link.new_id(),
-            cycle=self._cycle_number,
+            cycle=self._cycles.number,
             run_id=self.run_id,
             node=self.config.node,
             host=socket.gethostname(),
             pid=os.getpid(),
             nproc=self.config.nproc,
             next_port=self._starter.next_port,
-            next_addr="127.0.0.1",
+            # The coordinator sees the address that others can reach, except that of its own host.
+            next_addr=self.config.local_addr or own or ("" if networked else "127.0.0.1"),
             hosts_store=self._starter.hosts_store,
             epoch=epoch,
+            levels=self.config.levels,
+            node_rank=self.config.node_rank,
+            boot_id=boot_id(),
+            fenced=self._fenced,
+            problems=self._problems,
         )
+
+    # ---- lease
+
+    def _fence_word(self) -> dict[str, Any]:
+        """What the guardian needs to tell the coordinator that this launcher is dead and its ranks too."""
+        local = str(self._sockets / "coordinator.sock")
+        return {
+            "node": self.config.node,
+            "pid": os.getpid(),
+            "boot_id": boot_id(),
+            "key": fence_key(self._token, self.run_id).hex(),
+            "targets": [local] if self._leads or not self.config.endpoints else self.config.endpoints,
+            "tls": self.config.tls,
+        }
+
+    def _sample(self) -> Sample:
+        cycle = self._cycles.current
+        if cycle is None:
+            return -1, None, 0
+        completed, at_ns = cycle.sample or (None, 0)
+        return cycle.number, completed, at_ns
+
+    def _on_extended(self, expiry_ns: int) -> None:
+        if self._guard is not None:
+            self._guard.extend(expiry_ns)
+            if self._cycles.current is not None:
+                self._cycles.current.set_lease(self._guard.expiry_ns)
+
+    def _on_nobody(self, tried_ns: int) -> None:
+        """Nobody listened anywhere: no coordinator was up then, and one that starts counts leases from its start."""
+        self._renewal.extend(tried_ns)
+
+    def _on_lease_over(self) -> None:
+        """Out of touch for too long: another node may be given these ranks, so they end before that."""
+        cycle = self._cycles.current
+        if cycle is None:
+            return
+        self.say(
+            f"out of touch with the coordinator for the lease of {self._renewal.lease_s:g} s: "
+            f"stopping the ranks of cycle {cycle.number}; this node comes back as a spare"
+        )
+        self._fenced = True
+        cycle.kill("lease over")
+        self._link.drop()
 
     def send(self, make: Callable[[int], m.AgentMessage]) -> asyncio.Future[Any]:
         """Send to the coordinator; repeated until it answers."""
@@ -224,35 +317,31 @@ class Agent:
         assert self._end is not None
         match command:
             case m.Welcome():
-                pass
+                self._on_welcome(command)
+            case m.DoInjection():
+                self.inject(command.cycle, command.spec, asked_for=True)
             case m.StartCycle():
-                if command.cycle > self._cycle_number:
-                    self._cycle_number = command.cycle
-                    self._cycle_task = asyncio.ensure_future(self._run_cycle(command, self._cycle_task))
+                if self._cycles.start(command):
+                    self._held = {}
             case m.StopCycle():
-                self._stop_cycle(command.cycle, command.reason)
+                self._cycles.stop(command.cycle, command.reason)
             case m.AskStop():
-                if self._cycle is not None and self._cycle.number == command.cycle:
-                    self._cycle.ask_stop(command.signum)
-                elif command.cycle > self._cycle_number:
-                    self._stop_cycle(command.cycle, "stop requested before it began")
+                self._cycles.ask_stop(command.cycle, command.signum)
             case m.End():
                 if not self._end.done():
                     self._end.set_result(command)
 
-    def _stop_cycle(self, number: int, reason: str) -> None:
-        if self._cycle is not None and self._cycle.number == number:
-            self._cycle.stop(reason)
-        elif number > self._cycle_number:
-            # Told to stop before it was told to start: nothing of it exists here.
-            self._cycle_number = number
-            now = self.anchor.now()
-            empty: dict[str, Any] = {"statuses": {}, "failures": [], "completed": {}, "completed_ns": 0}
-            self.send(
-                lambda i: m.Stopped(
-                    id=i, cycle=number, captured_ns=now, stopped_ns=now, next_port=self._starter.next_port, **empty
-                )
-            )
+    def _on_welcome(self, welcome: m.Welcome) -> None:
+        self._fenced = False
+        # Not the longer one that it may have had: no more than this was promised to this Hello.
+        self._renewal.lease_s = welcome.lease_s
+        self._renewal.extend(self._link.hello_sent_ns)
+        if welcome.role != self._role:
+            self._role = welcome.role
+            if welcome.role == "excluded":
+                self.say(f"this node is left out of the job: {welcome.reason}; it waits for the job's end")
+            elif welcome.role == "spare":
+                self.say("this node is a spare: it waits, warm, to take over the ranks of a node that fails")
 
     # ---- signals and injections
 
@@ -261,10 +350,10 @@ class Agent:
         if self._signals == 1:
             self.say(f"{signal.Signals(signum).name}: asking the job to stop (again to stop at once)")
             self.send(lambda i: m.StopRequest(id=i, signum=signum, node=self.config.node))
-            grace = self.config.stop_grace_s + self.config.capture_s + 5
+            grace = stop_notice_s(self.config) + self.config.capture_s + 5
             asyncio.get_running_loop().call_later(grace, self._give_up, signum)
-        elif self._cycle is not None:
-            self._cycle.stop("interrupted twice")
+        elif self._cycles.current is not None:
+            self._cycles.current.stop("interrupted twice")
         elif self._signals > 2:
             self._give_up(signum)
 
@@ -277,30 +366,49 @@ class Agent:
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
         """Cause a fault from outside the ranks, with a real signal."""
-        if cycle is not self._cycle or (injection.node is not None and injection.node != self.config.node):
+        if cycle is not self._cycles.current or (injection.node is not None and injection.node != self.config.node):
+            return
+        if injection.kind in NODE_KINDS and injection.node is None and injection.rank not in cycle.ranks:
             return
         if injection.kind == "coordinator-kill":
-            if self._coordinator is not None:
+            if self._coordinator is not None and self._coordinator.pid is not None:
                 self.say("injecting coordinator-kill")
                 kill_quietly(self._coordinator.pid, signal.SIGKILL)
+        elif injection.kind == "partition":
+            self.say(f"injecting partition: no connection to the coordinator for {injection.seconds or 10.0:g} s")
+            self._link.cut(injection.seconds or 10.0)
+        elif injection.kind == "node-loss":
+            self._lose_node(cycle)
         elif injection.kind == "preempt":
             self.say("injecting preempt: SIGTERM to this launcher")
             os.kill(os.getpid(), signal.SIGTERM)
-        elif injection.rank in cycle.ranks and cycle.ranks[injection.rank].status is None:
-            self.say(f"injecting {injection.kind} on rank {injection.rank}")
-            kill_quietly(
-                cycle.ranks[injection.rank].pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP
-            )
+        elif injection.kind in ("kill", "stop") and injection.rank in cycle.ranks:
+            rank = cycle.ranks[injection.rank]
+            if rank.status is None:
+                self.say(f"injecting {injection.kind} on rank {injection.rank}")
+                kill_quietly(rank.pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
+
+    def _lose_node(self, cycle: LocalCycle) -> None:
+        """What the loss of a host looks like to everybody else: all that runs here is gone at once, and nobody says so."""
+        helpers = self.infrastructure() - ({self._coordinator.pid} if self._coordinator is not None else set())
+        for pid in helpers:
+            kill_quietly(pid, signal.SIGKILL)
+        for rank in cycle.ranks.values():
+            kill_group(rank.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     # ---- what ranks ask for (RankHost)
 
     def current_cycle(self) -> int:
         """Number of the cycle whose ranks may talk to this agent."""
-        return self._cycle_number
+        return self._cycles.number
 
     async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
         """Forward a side-channel request of a rank to the coordinator. Raises ChannelError."""
         match op:
+            case "cas" if str(request["key"]).startswith(HELD_KEYS):
+                # Asked by every rank of this node, for a value that never changes: once for all of them.
+                result = await self._cas_once(cycle, str(request["key"]), request["value"])
             case "set" | "cas":
                 key, value, absent = str(request["key"]), request["value"], op == "cas"
                 result = await self.send(
@@ -316,6 +424,22 @@ class Agent:
                 result = await self.send(lambda i: m.Grant(id=i, cycle=cycle, checkpoint=name, step=step))
         return dict(result or {})
 
+    async def _cas_once(self, cycle: int, key: str, value: Any) -> Any:
+        held = self._held.get(key)
+        if held is None or (held.done() and (held.cancelled() or held.exception() is not None)):
+            held = self._held[key] = self.send(
+                lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=True)
+            )
+            while len(self._held) > MAX_HELD:
+                self._held.pop(next(iter(self._held)))
+        return await asyncio.shield(held)
+
+    async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
+        """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude"). Raises ChannelError."""
+        self.say(f"rank {rank} asks: {what}: {reason}")
+        node = self.config.node
+        await self.send(lambda i: m.WorkloadRequest(id=i, cycle=cycle, what=what, reason=reason, rank=rank, node=node))
+
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         """Take a mark of a rank; its CLOCK_MONOTONIC times become UTC. The rank does not wait for the disk."""
         times: dict[str, int] = {
@@ -324,122 +448,50 @@ class Agent:
         attrs: dict[str, Any] = {**fields, **times}
         at_ns = attrs.pop("at_ns", None) or attrs.get("end_ns") or self.anchor.now()
         if kind == "attached":
-            self._expect_steps = True
-            if self._cycle is not None:
-                self._cycle.attached()
+            self._cycles.expect_steps = True
+            if self._cycles.current is not None:
+                self._cycles.current.attached()
         if kind == "quarantined":
             self.say(f"checkpoint {attrs.get('checkpoint')} refused and quarantined: {attrs.get('reason')}")
         self.send(lambda i: m.Note(id=i, cycle=cycle, kind=kind, rank=rank, t_ns=at_ns, attrs=attrs))
 
-    def inject(self, cycle: int, spec: str) -> str | None:
-        """A rank came to the step of an injection that only the launcher can carry out."""
+    def inject(self, cycle: int, spec: str, asked_for: bool = False) -> str | None:
+        """Carry out an injection that only the launcher can: a rank came to its step, or a person asked for it now."""
         try:
-            injection = msgspec.json.decode(spec, type=Injection)
-        except msgspec.MsgspecError as error:
+            injection = parse_injection(spec) if asked_for else msgspec.json.decode(spec, type=Injection)
+        except (msgspec.MsgspecError, ConfigError) as error:
             return f"not an injection: {error}"
-        if injection not in self.config.inject or self._cycle is None or cycle != self._cycle.number:
+        known = asked_for or injection in self.config.inject
+        current = self._cycles.current
+        if not known or current is None or cycle != current.number:
             return "not one of this run's injections"
-        self.do_injection(injection, self._cycle)
+        self.do_injection(injection, current)
         return None
+
+    # ---- what its cycles need (CycleOwner)
+
+    def refresh_anchor(self) -> None:
+        """Take over the coordinator's clock: its own pair of readings on the same boot, else as measured by renewals."""
+        w = self._link.welcome
+        if w is not None and w.boot_id == boot_id():
+            self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
+        elif self._renewal.clock is not None:
+            self.anchor = self._renewal.clock
+
+    def evidence_folder(self, cycle: int) -> Path:
+        """Where evidence of a cycle goes."""
+        return self.run_dir / "evidence" / f"cycle-{cycle:04d}"
+
+    def failed(self, error: KeepstepError) -> None:
+        """This launcher cannot go on."""
+        if not self._over:
+            assert self._end is not None
+            self._end.set_exception(error)
 
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
-        pids = {self._coordinator.pid} if self._coordinator is not None else set()
-        return pids | self._starter.pids()
-
-    # ---- cycles
-
-    async def _run_cycle(self, command: m.StartCycle, before: asyncio.Task[None] | None) -> None:
-        try:
-            if before is not None and not before.done() and self._cycle is not None:
-                # This node was given up and comes back: its old ranks end before new ones start beside them.
-                self._cycle.stop(f"cycle {command.cycle} begins")
-            if before is not None:
-                await before
-            await self._run_cycle_to_end(command)
-        except Exception as error:
-            # Nobody awaits this task: without this an error here would leave a launcher that does nothing.
-            assert self._end is not None
-            if not self._end.done():
-                self._end.set_exception(KeepstepError(f"cycle {command.cycle}: {type(error).__name__}: {error}"))
-
-    async def _run_cycle_to_end(self, command: m.StartCycle) -> None:
-        assigned_ns = self.anchor.now()
-        if self._link.welcome is not None:
-            w = self._link.welcome
-            self.anchor = Anchor(w.boot_id, w.anchor_utc_ns, w.anchor_boot_ns)
-        try:
-            if command.agent_store and command.node_index == 0:
-                await self._starter.have_store(command.master_port)
-            local, specs, files = self._starter.prepare(command)
-            cycle = self._cycle = LocalCycle(self, command, local, self._expect_steps, self._learned_hangs)
-            pids, path = await self._starter.spawn(specs, files)
-        except PortTakenError as error:
-            self._starter.new_port()
-            self.say(f"cycle {command.cycle}: port {command.master_port} is in use; another one is taken")
-            self._give_back(command.cycle, str(error))
-            return
-        except (SpawnError, OSError) as error:
-            assert self._end is not None
-            self._end.set_exception(KeepstepError(f"cycle {command.cycle}: cannot start ranks: {error}"))
-            return
-        cycle.adopt(pids)
-        ranks = [{"rank": r.rank, "local_rank": r.local_rank, "pid": r.pid} for r in cycle.ranks.values()]
-        now = self.anchor.now()
-        started = m.Started(
-            id=0,
-            cycle=command.cycle,
-            ranks=ranks,
-            assigned_ns=assigned_ns,
-            started_ns=now,
-            path=path,
-            expect_steps=self._expect_steps,
-        )
-        self.send(lambda i: msgspec.structs.replace(started, id=i))
-        learn = asyncio.get_running_loop().call_later(LEARN_AFTER_S, self.learn_modules, cycle)
-        if command.agent_store:
-            # Awaited, so that it is known before anything of this cycle is swept away; exits are noticed meanwhile.
-            await self._starter.prepare_store()
-        make = await cycle.run(self.run_dir / "evidence" / f"cycle-{command.cycle:04d}")
-        learn.cancel()
-        self._starter.take_next_store()
-        self._cycle = None
-        stopped = make(0)
-        self._say_stopped(stopped, cycle)
-        self.learn_modules(cycle)
-        self.send(lambda i: msgspec.structs.replace(stopped, id=i, next_port=self._starter.next_port))
-
-    def _give_back(self, number: int, why: str) -> None:
-        """Report a cycle that could not be started here."""
-        now = self.anchor.now()
-        failure = m.Failure(rank=0, status=1, time_ns=now, error_type="DistNetworkError", message=why)
-        self.send(
-            lambda i: m.Fault(id=i, cycle=number, kind="spawn", rank=0, occurred_ns=now, detected_ns=now, detail=why)
-        )
-        self.send(
-            lambda i: m.Stopped(
-                id=i,
-                cycle=number,
-                statuses={},
-                failures=[failure],
-                completed={},
-                completed_ns=0,
-                captured_ns=now,
-                stopped_ns=now,
-                next_port=self._starter.next_port,
-            )
-        )
-
-    def _say_stopped(self, stopped: m.Stopped, cycle: LocalCycle) -> None:
-        fault = cycle.fault
-        if fault is not None:
-            self._learned_hangs += fault.kind == "hang" and self.config.monitor_hang == "auto"
-            blame = f"; the others wait for rank {', '.join(map(str, stopped.culprits))}" if stopped.culprits else ""
-            self.say(f"cycle {stopped.cycle}: {fault.detail}{blame}")
-
-    def learn_modules(self, cycle: LocalCycle) -> None:
-        """The script has shown which modules it imports."""
-        self._starter.learn(cycle.imported_names())
+        pids = {self._coordinator.pid} if self._coordinator is not None and self._coordinator.pid is not None else set()
+        return pids | self._starter.pids() | (self._guard.pids if self._guard is not None else set())
 
 
 def _listens(path: str) -> bool:
@@ -451,7 +503,13 @@ def _listens(path: str) -> bool:
     return True
 
 
-async def run_agent(config: RunConfig, sockets: Path, lock: RunLock | None, started_boot_ns: int | None = None) -> int:
+async def run_agent(
+    config: RunConfig,
+    sockets: Path,
+    lock: RunLock | None,
+    started_boot_ns: int | None = None,
+    token: bytes | None = None,
+) -> int:
     """Run one launcher to its end; returns the exit code."""
-    agent = Agent(config, sockets, lock, started_boot_ns or boot_ns())
+    agent = Agent(config, sockets, lock, started_boot_ns or boot_ns(), token)
     return await agent.main()

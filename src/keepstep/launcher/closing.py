@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from keepstep.launcher.rules import Ended, Outcome, cause_of, first_failure
+from keepstep.launcher.messages import Failure
+from keepstep.launcher.noprogress import Progress, after_failed_cycle
+from keepstep.launcher.rules import Ended, Outcome, cause_of, first_failure, says_code_bug
 from keepstep.records.cycle import VerdictFile
 from keepstep.records.exits import exit_status_name
 
 if TYPE_CHECKING:
-    from keepstep.launcher.job import Job
+    from keepstep.launcher.state import JobState
 
 Record = dict[str, Any]
 
 
-def ended_cycle(job: Job) -> Ended:
-    """What is known about the current cycle once it stopped."""
-    assert job.cycle is not None
+def ended_cycle(job: JobState, marker: int | None) -> Ended:
+    """What is known about the current cycle once it stopped. `marker`: the no-progress marker now, None when unknown."""
     c = job.cycle
+    assert c is not None
     failures = [f for s in c.stopped.values() for f in s.failures if not f.stopped_by_us]
     statuses = [status for s in c.stopped.values() for status in s.statuses.values()]
     step = completed_step(job)
@@ -29,18 +31,22 @@ def ended_cycle(job: Job) -> Ended:
         fault_kind=c.fault.kind if c.fault else ("node_lost" if c.lost else None),
         stop_signum=job.stop["signum"] if job.stop else None,
         nodes_lost=c.lost,
-        all_exited_zero=len(statuses) == len(c.ranks) and not any(statuses),
+        all_exited_zero=len(statuses) == c.world and not any(statuses),
         completed_step=step,
         steps_done=None if step is None else max(0, step - start),
-        counted_restarts=job.counted,
-        max_restarts=job.max_restarts,
-        port_retries=job.port_retries,
-        last_fingerprint=job.last_fingerprint[0] if job.last_fingerprint else None,
-        last_fingerprint_step=job.last_fingerprint[1] if job.last_fingerprint else None,
+        **_history(job),
+        workload=c.workload["what"] if c.workload else None,
+        workload_reason=c.workload["reason"] if c.workload else "",
+        excluded=[n for n in c.nodes if n in job.excluded],
+        probe=c.probe,
+        never_stepped=not c.probe and _never_stepped(job, failures),
+        progress=job.progress
+        if c.probe
+        else after_failed_cycle(job.progress, marker, job.shape.min_progress_iterations, c.rolled_back),
     )
 
 
-def never_started(job: Job) -> Ended:
+def never_started(job: JobState) -> Ended:
     """The same for a job that is stopped while it has no cycle."""
     return Ended(
         failures=[],
@@ -50,22 +56,44 @@ def never_started(job: Job) -> Ended:
         all_exited_zero=False,
         completed_step=None,
         steps_done=None,
-        counted_restarts=job.counted,
-        max_restarts=job.max_restarts,
-        port_retries=0,
-        last_fingerprint=None,
-        last_fingerprint_step=None,
+        **_history(job),
+        progress=Progress(),
     )
 
 
-def completed_step(job: Job) -> int | None:
+def _history(job: JobState) -> dict[str, Any]:
+    """What earlier cycles left behind, and the job's own limits."""
+    last = job.last_fingerprint
+    return {
+        "counted_restarts": job.counted,
+        "max_restarts": job.shape.max_restarts,
+        "port_retries": job.port_retries,
+        "last_fingerprint": last[0] if last else None,
+        "last_fingerprint_step": last[1] if last else None,
+        "max_no_progress_cycles": job.shape.max_no_progress_cycles,
+        "min_progress_iterations": job.shape.min_progress_iterations,
+        "no_restart_exit_code": job.shape.no_restart_exit_code,
+    }
+
+
+def _never_stepped(job: JobState, failures: list[Failure]) -> bool:
+    c = job.cycle
+    assert c is not None
+    if not any(r.get("expect_steps") for r in c.started.values()) or len({f.rank for f in failures}) < c.world:
+        return False
+    stepped = any(k.kind in ("first_step", "step") and k.attempt == job.attempt for k in job.marks)
+    some = any(s.completed or s.notes.get("heartbeats") for s in c.stopped.values())
+    return not stepped and not some and all(says_code_bug(f) for f in failures)
+
+
+def completed_step(job: JobState) -> int | None:
     """Steps every rank completed in the current cycle, or None when none reported any."""
     assert job.cycle is not None
     counts = [v for s in job.cycle.stopped.values() for v in s.completed.values()]
-    return min(counts) if len(counts) == len(job.cycle.ranks) else None
+    return min(counts) if len(counts) == job.cycle.world else None
 
 
-def closing_marks(job: Job, ended: Ended, outcome: Outcome) -> list[Record]:
+def closing_marks(job: JobState, ended: Ended, outcome: Outcome) -> list[Record]:
     """Marks that are known only when every node has stopped."""
     assert job.cycle is not None
     c = job.cycle
@@ -92,7 +120,7 @@ def closing_marks(job: Job, ended: Ended, outcome: Outcome) -> list[Record]:
                 occurred_ns=c.fault.occurred_ns,
                 detected_ns=c.fault.detected_ns,
                 rank=rank,
-                node=next((p["node"] for p in c.ranks if p["rank"] == rank), None),
+                node=c.node_of(rank),
                 kind=c.fault.kind,
                 detail=_detail(rank, first.status if first and first.rank == rank else None, c.fault.detail),
                 cause=cause_of(first, c.fault.kind),
@@ -102,28 +130,32 @@ def closing_marks(job: Job, ended: Ended, outcome: Outcome) -> list[Record]:
         )
         records.append(job.mark("captured", max((s.captured_ns for s in stops), default=c.fault.detected_ns)))
     elif c.lost:
-        lost = ", ".join(c.lost)
-        detected = {"occurred_ns": c.lost_ns, "detected_ns": c.lost_ns, "completed_step": ended.completed_step}
-        what = {
-            "rank": None,
-            "node": c.lost[0],
-            "kind": "node_lost",
-            "detail": f"node lost: {lost}",
-            "cause": "unknown",
-        }
-        records.append(job.mark("fault", c.lost_ns, **detected, **what, rule=outcome.rule))
-    if c.fault is not None or c.lost:
+        what = {"rank": None, "node": c.lost[0], "kind": "node_lost", "detail": f"node lost: {', '.join(c.lost)}"}
+        records.append(_outside_fault(job, c.lost_seen_ns or c.lost_ns, c.lost_ns, ended, outcome, what))
+    elif c.workload is not None and c.workload["what"] == "exclude":
+        rank, node, at_ns = c.workload["rank"], c.workload["node"], c.workload["t_ns"]
+        what = {"rank": rank, "node": node, "kind": "node_excluded", "detail": c.workload["reason"]}
+        records.append(_outside_fault(job, at_ns, at_ns, ended, outcome, what))
+    if any(k["mark"]["kind"] == "fault" for k in records):
         records.append(job.mark("stopped", max((s.stopped_ns for s in stops), default=c.lost_ns)))
     elif not c.drained and stops:
         records.append(job.mark("drain", max(s.stopped_ns for s in stops), completed_step=ended.completed_step))
     return records
 
 
+def _outside_fault(
+    job: JobState, occurred_ns: int, detected_ns: int, ended: Ended, outcome: Outcome, what: dict[str, Any]
+) -> Record:
+    """The mark of a fault that no rank had: a node went away, or was taken out."""
+    times = {"occurred_ns": occurred_ns, "detected_ns": detected_ns, "completed_step": ended.completed_step}
+    return job.mark("fault", detected_ns, **times, **what, cause="unknown", rule=outcome.rule)
+
+
 def _detail(rank: int, status: int | None, detail: str) -> str:
     return f"rank {rank}: {exit_status_name(status)}" if status is not None else detail
 
 
-def end_records(job: Job, now_ns: int, outcome: Outcome, ended: Ended | None) -> list[Record]:
+def end_records(job: JobState, now_ns: int, outcome: Outcome, ended: Ended | None) -> list[Record]:
     """The records that end the job: last marks and the verdict."""
     first = first_failure(ended) if ended is not None else None
     verdict = VerdictFile(

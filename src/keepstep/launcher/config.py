@@ -69,6 +69,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between SIGTERM and SIGKILL that the scheduler grants; None: `stop_grace_s`."""
     node_check: int = 1
     """Level of `keepstep check node` that a node passes before it may join; 0: none."""
+    gang_check: str = "off"
+    """When the nodes' all-reduce bandwidth is tested in a cycle of its own: "off", "first" (before the first cycle), "swap" (after
+    nodes changed) or "always" (both)."""
+    node_rank: int | None = None
+    """Place of this node in rank order when all nodes give one and nothing is known of the topology; None: not given."""
+    is_host: bool | None = None
+    """Whether this launcher may start the coordinator; None: when the first endpoint is an address of this host."""
+    start_hang_given: bool = False
+    """`start_hang_s` was set by the user: it also holds before the first step when the hang limit is a number."""
     log_prefix: str | None = None
     """PREFIX_cycleN.log gets a copy of each cycle's log."""
     stop_grace_s: float = 15.0
@@ -89,5 +98,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 5.0
     """How long a node may be out of touch before it stops its ranks; see docs/architecture.md, leases."""
     join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    """How long the first cycle waits for spares once the nodes that train are there."""
     origins: dict[str, str] = {}
     """Field -> "flag", "PET_X" or "default"."""

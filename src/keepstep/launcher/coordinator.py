@@ -1,52 +1,107 @@
 """The coordinator process of a job: a WebSocket server for agents over the journal and the state in `job`.
 
-Start: `python -m keepstep.launcher.coordinator --run-dir DIR --socket PATH --started-ns N --launch ID`. One task handles all
-messages in order: state changes in memory, the journal is fsynced, and only then are replies and commands sent. Batches form
-by themselves while the disk is busy.
+Start: `python -m keepstep.launcher.coordinator --run-dir DIR --socket PATH --started-ns N --launch ID`, by `lead`. One task makes
+all changes in order: state changes in memory, the journal is fsynced, and only then are replies and commands sent. Batches form
+by themselves while the disk is busy. Each connection has a task of its own that sends, so that an agent that stopped reading
+holds up nobody else.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
-from starlette.applications import Starlette
-from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from keepstep.launcher import messages as m
+from keepstep.launcher.admission import Admission, RefusedConnectionError
 from keepstep.launcher.clock import Anchor, boot_id
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_durable
-from keepstep.launcher.job import Job, Record
+from keepstep.launcher.job import Job
 from keepstep.launcher.journal import Journal, read_records
+from keepstep.launcher.leases import LeaseBook
+from keepstep.launcher.noprogress import read_marker
 from keepstep.launcher.runfolder import cycle_record, has_ended, write_cycle, write_summary
+from keepstep.launcher.state import JobShape, Record
+from keepstep.launcher.topology import read_topology
 from keepstep.records.codec import from_json, to_json, to_pretty_json
 from keepstep.records.cycle import Cycle
-from keepstep.records.errors import KeepstepError
 
-CHANGES_VIEW = ("cycle", "started", "stopped", "decision", "verdict")
+CHANGES_VIEW = ("cycle", "started", "stopped")
+TIMED = ("node", "excluded", "decision", "workload", "stop_request")
+"""Records that no mark stands beside: they carry their own time, for people."""
+OUTGOING_MAX = 2000
+"""Messages that may wait for one connection before it is given up."""
+HOLD_OPEN_S = 30.0
+"""How long the verdict is held open for nodes that have not heard it."""
 
 _decode = msgspec.json.Decoder(m.FromAgent).decode
+
+
+class Connection:
+    """One agent's WebSocket with what waits to be sent to it."""
+
+    def __init__(self, socket: WebSocket, node: str) -> None:
+        self.node = node
+        self.welcomed = False
+        """Commands wait until its Hello is part of the state."""
+        self.last_command: str | None = None
+        self._socket = socket
+        self._outgoing: deque[str] = deque()
+        self._news = asyncio.Event()
+        self._reader = asyncio.current_task()
+        self._task = asyncio.create_task(self._send_all())
+
+    def send(self, text: str) -> None:
+        """Queue a message; a connection that does not take them is closed."""
+        if len(self._outgoing) >= OUTGOING_MAX:
+            self.close()
+            return
+        self._outgoing.append(text)
+        self._news.set()
+
+    async def answer(self, text: str) -> None:
+        """Send at once, where nothing waits before it. For the task that reads, which may wait for a slow connection."""
+        if self._outgoing:
+            self.send(text)
+        else:
+            await self._socket.send_text(text)
+
+    async def _send_all(self) -> None:
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
+            while True:
+                while self._outgoing:
+                    await self._socket.send_text(self._outgoing.popleft())
+                self._news.clear()
+                await self._news.wait()
+
+    def close(self) -> None:
+        """Stop sending; the task that reads ends the connection."""
+        self._task.cancel()
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
 
 
 class Coordinator:
     """Wires the job's state to its journal and to the agents' connections."""
 
-    def __init__(self, run_dir: Path, launch: str, started_boot_ns: int) -> None:
-        config = from_json((run_dir / "run.json").read_bytes(), RunConfig)
+    def __init__(self, run_dir: Path, launch: str, started_boot_ns: int, admission: Admission, stays: bool) -> None:
+        """`stays`: it waits for agents even when none is there (`keepstep coordinator`)."""
+        self.config = config = from_json((run_dir / "run.json").read_bytes(), RunConfig)
         self.run_dir = run_dir
-        self.lease_s = config.lease_s
-        self.join_timeout_s = config.join_timeout_s
-        self.job = Job(config.run_id, config.nnodes, config.max_restarts, (config.master_addr, config.master_port))
+        self.admission = admission
+        self._stays = stays
+        self._read_marker: Callable[[], int | None] = lambda: read_marker(config.checkpoint_iteration_file)
+        self.job = Job(job_shape(config), self._read_marker)
         # Claimed first: from here on an older coordinator acknowledges nothing more.
         self.journal = Journal.claim(run_dir)
         records = read_records(run_dir)
@@ -57,15 +112,19 @@ class Coordinator:
         self._launch = launch
         new = not opens or opens[-1]["launch"] != launch
         self.attempt = _next_attempt(self.job.attempt) if new else self.job.attempt
-        self.server: uvicorn.Server | None = None
-        self._queue: asyncio.Queue[tuple[str, m.FromAgent | None]] = asyncio.Queue()
-        self._sockets: dict[str, WebSocket] = {}
-        self._told: dict[str, bytes] = {}
+        self.servers: list[Any] = []
+        self.leases = LeaseBook(config.lease_s, longest_s=self.job.longest_lease_s)
+        self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._connections: dict[str, Connection] = {}
+        self._just_welcomed: list[str] = []
+        self._told_version = -1
         self._waiters: list[tuple[str, m.KvWait, float]] = []
-        self._last_seen: dict[str, float] = {}
-        self._lost: list[str] = []
+        self._lost: dict[str, str] = {}
         self._last_note_ns = max((k.t_ns for k in self.job.marks), default=0)
         self._join_expired = False
+        self._last_call = False
+        self._heard_end: set[str] = set()
+        self._done_since: float | None = None
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
         self._write_cycles(views)
         if self.job.phase == "done":
@@ -95,6 +154,7 @@ class Coordinator:
             "read": self._read,
             "pid": os.getpid(),
             "anchor": msgspec.to_builtins(self.anchor),
+            "marker": self._read_marker(),
         }
 
     def _opening_marks(self, new: bool, started_boot_ns: int) -> list[Record]:
@@ -113,126 +173,269 @@ class Coordinator:
 
     # ---- connections
 
-    async def endpoint(self, socket: WebSocket) -> None:
-        """One agent's connection: its first message must be a Hello of this run."""
-        await socket.accept()
+    async def serve_agent(self, socket: WebSocket, network: bool) -> None:
+        """One agent's connection. `network`: it must prove the job token first."""
         node = ""
+        connection: Connection | None = None
         try:
-            hello = _decode(await socket.receive_text())
-            if not isinstance(hello, m.Hello):
-                await self._refuse(socket, hello.id, "the first message must be hello")
-                return
-            _, refused = self.job.join(hello, set(self._sockets), self.anchor.now())
+            hello, peer = await self.admission.admit(socket, network, self.journal.epoch)
+            if not hello.next_addr:
+                hello = msgspec.structs.replace(hello, next_addr=peer)
+            # Looked at now for a clear answer; the task that changes state asks again.
+            _, refused = self.job.join(hello, hello.node in self._connections, self.anchor.now())
             if refused is not None:
-                await self._refuse(socket, hello.id, refused)
+                self.admission.count("refused_join")
+                await self.admission.refuse(socket, refused)
                 return
             node = hello.node
-            self._sockets[node] = socket
-            self._told.pop(node, None)
-            await self._queue.put((node, hello))
+            before = self._connections.get(node)
+            if before is not None:
+                before.close()
+            connection = self._connections[node] = Connection(socket, node)
+            self.leases.heard(node)
+            self._queue.put_nowait((node, hello))
             while True:
                 message = _decode(await socket.receive_text())
-                self._last_seen[node] = asyncio.get_running_loop().time()
-                await self._queue.put((node, message))
-        except msgspec.MsgspecError as error:
+                self.leases.heard(node)
+                if isinstance(message, m.Beat):
+                    await connection.answer(self._beat(node, message))
+                elif isinstance(message, m.GetCycle):
+                    # Changes nothing and is long: made when there is room for it, not for all nodes at once.
+                    await connection.answer(to_json(self.job.handle(node, message, 0)[1]).decode())
+                else:
+                    self._queue.put_nowait((node, message))
+        except RefusedConnectionError as error:
+            await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=str(error)))
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
+            self.admission.count("malformed")
             print(f"coordinator: node {node or '?'}: malformed message: {error}", file=sys.stderr, flush=True)
-            await self._refuse(socket, -1, f"malformed message: {error}")
-        except (WebSocketDisconnect, RuntimeError):
+            why = f"malformed message: {error}"
+            await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=why))
+        except (WebSocketDisconnect, RuntimeError, asyncio.CancelledError):
+            # Cancelled: its node was given up, or came back on another connection.
             pass
         finally:
-            if node and self._sockets.get(node) is socket:
-                del self._sockets[node]
-                self._last_seen[node] = asyncio.get_running_loop().time()
+            if connection is not None:
+                connection.close()
+            if node and self._connections.get(node) is connection:
+                del self._connections[node]
                 # The task that changes state looks whether anybody is left to serve.
                 self._queue.put_nowait((node, None))
 
-    async def _refuse(self, socket: WebSocket, message_id: int, why: str) -> None:
-        reply = m.Reply(epoch=self.journal.epoch, id=message_id, ok=False, error=why)
+    async def serve_operator(self, socket: WebSocket, network: bool) -> None:
+        """One command of a person: answered, then closed."""
+        try:
+            message, _ = await self.admission.admit_operator(socket, network, self.journal.epoch)
+        except RefusedConnectionError as error:
+            await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=str(error)))
+            return
+        except (WebSocketDisconnect, RuntimeError):
+            return
+        answer: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(("", (message, answer)))
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            await socket.send_text(to_json(reply).decode())
-            await socket.close(code=1008)
+            await socket.send_text(to_json(await answer).decode())
+            await socket.close()
+
+    def fenced(self, node: str, pid: int, boot: str) -> bool:
+        """A guardian's word that its agent is dead and no rank of the node is left. False when it is about another life."""
+        known = self.job.nodes.get(node)
+        if known is None or (known.pid, known.boot_id) != (pid, boot):
+            return False
+        self._lost[node] = "its launcher died and its ranks with it"
+        self._queue.put_nowait(("", None))
+        return True
+
+    def _beat(self, node: str, message: m.Beat) -> str:
+        """Renew a lease. Answered by who reads: nothing of it is journaled, and thousands come every second."""
+        lease_s = self.leases.renew(node, message.rtt_s)
+        self.job.beat(node, message)
+        reply = m.Reply(
+            epoch=self.journal.epoch, id=message.id, result={"lease_s": lease_s, "now_ns": self.anchor.now()}
+        )
+        return to_json(reply).decode()
 
     # ---- the one task that changes state
 
     async def serve(self) -> None:
         """Handle messages until the job is over and every agent knows."""
-        watcher = asyncio.create_task(self._watch_nodes())
+        watcher = asyncio.create_task(self._watch())
         try:
-            while not (self.job.phase == "done" and not self._sockets):
+            while not self._finished():
                 batch = [await self._queue.get()]
                 while not self._queue.empty():
                     batch.append(self._queue.get_nowait())
                 await self._handle_batch(batch)
         finally:
             watcher.cancel()
-            if self.server is not None:
-                self.server.should_exit = True
+            self.admission.report()
+            for server in self.servers:
+                server.should_exit = True
 
-    async def _handle_batch(self, batch: list[tuple[str, m.FromAgent | None]]) -> None:
+    def _finished(self) -> bool:
+        """The job is over, nobody is connected, and nobody is left that could still ask how it ended."""
+        if self.job.phase != "done":
+            return False
+        now = asyncio.get_running_loop().time()
+        if self._done_since is None:
+            self._done_since = now
+        if self._connections:
+            return False
+        assert self.job.verdict is not None
+        awaited = set(self.job.nodes) - self._heard_end
+        held = now - self._done_since
+        if awaited and held < HOLD_OPEN_S:
+            return False
+        # Nodes that were lost for good must not hold up a job that ended well.
+        back = bool(self.job.away) and self.job.verdict.outcome in ("no_restart", "failed")
+        return not back or held >= 2 * self.leases.base_s
+
+    async def _handle_batch(self, batch: list[tuple[str, Any]]) -> None:
         records: list[Record] = []
         replies: list[tuple[str, m.FromCoordinator]] = []
+        answers: list[tuple[asyncio.Future[m.Reply], m.Reply]] = []
         views: dict[int, Cycle] = {}
+        changed = False
 
         def take(new: list[Record]) -> None:
+            nonlocal changed
             for record in new:
+                if record["type"] in TIMED:
+                    record.setdefault("t_ns", self.anchor.now())
                 self.job.apply(record)
-                if record["type"] in CHANGES_VIEW and self.job.cycle is not None:
+                if record["type"] in ("decision", "verdict") and self.job.cycle is not None:
                     # Taken now: the next record of this batch may already open the next cycle.
-                    ended = record["type"] in ("decision", "verdict")
-                    views[self.job.cycle.number] = cycle_record(self.job, ended)
+                    views[self.job.cycle.number] = cycle_record(self.job, ended=True)
+                changed = changed or record["type"] in CHANGES_VIEW
             records.extend(new)
 
-        # Only this task writes the journal: the watcher says who is late, here it becomes a record.
-        lost, self._lost = self._lost, []
-        for node in lost:
-            if node in self.job.nodes and node not in self._sockets:
-                take([{"type": "node_lost", "node": node, "t_ns": self.anchor.now()}])
+        # Only this task writes the journal: the watcher says who is gone, here it becomes a record.
+        lost, self._lost = self._lost, {}
+        for node, why in lost.items():
+            take(self.job.lose(node, self.anchor.now(), self._seen_ns(node), why))
+            self.leases.forget(node)
+            if node in self._connections and node not in self.job.nodes:
+                self._connections.pop(node).close()
         for node, message in batch:
-            if message is not None:
+            if isinstance(message, tuple):
+                operator, answer = message
+                new, result = self._operate(operator)
+                take(new)
+                answers.append((answer, result))
+            elif message is not None:
                 replies.append((node, self._handle(node, message, take)))
-        if self._join_expired and self.job.phase == "forming" and len(self.job.nodes) < self.job.nnodes:
-            take(self.job.give_up_joining(self.anchor.now(), self.join_timeout_s))
-        while due := self.job.advance(self.anchor.now(), set(self._sockets)):
+        take(self.job.step_mark(self.anchor.now()))
+        if self.leases.wanted_s > self.leases.longest_s:
+            take([{"type": "lease", "longest_s": self.leases.wanted_s}])
+        if self._join_expired and self.job.phase == "forming":
+            take(self.job.give_up_joining(self.anchor.now(), self.config.join_timeout_s))
+        self._join_expired = False
+        while due := self.job.advance(self.anchor.now(), self._connections.__contains__, self._last_call):
             take(due)
+        if changed and self.job.cycle is not None and self.job.last_cycle not in views:
+            views[self.job.last_cycle] = cycle_record(self.job, ended=False)
+        await self._make_durable(records, views)
+        self.leases.longest_s = max(self.leases.longest_s, self.job.longest_lease_s)
+        for node, reply in replies:
+            if not (isinstance(reply, m.Reply) and reply.id < 0):
+                self._send(node, reply)
+        for answer, result in answers:
+            if not answer.done():
+                answer.set_result(result)
+        self._answer_waiters()
+        self._command_all()
+        if views and self.job.phase != "done":
+            # After the commands: a restart does not wait for files that the journal can make again.
+            await asyncio.to_thread(self._write_cycles, views)
+
+    async def _make_durable(self, records: list[Record], views: dict[int, Cycle]) -> None:
         if records:
             await asyncio.to_thread(self.journal.append, records)
             self._leave_if_superseded()
         if any(r["type"] == "verdict" for r in records):
             await asyncio.to_thread(self._write_end, views)
-        for node, reply in replies:
-            if not (isinstance(reply, m.Reply) and reply.id < 0):
-                await self._send(node, reply)
-        await self._answer_waiters()
-        await self._command_all()
-        if views and self.job.phase != "done":
-            # After the commands: a restart does not wait for files that the journal can make again.
-            await asyncio.to_thread(self._write_cycles, views)
+
+    def _seen_ns(self, node: str) -> int:
+        """When a node was last heard of, in UTC."""
+        return self.anchor.now() - int(self.leases.silence_s(node) * 1e9)
 
     def _handle(self, node: str, message: m.FromAgent, take: Any) -> m.FromCoordinator:
         job, epoch = self.job, self.journal.epoch
         if isinstance(message, m.Hello):
-            # Asked again: since the connection began, another node may have taken the last place.
-            records, refused = job.join(message, set(), self.anchor.now())
+            # Asked again: since the connection began, another node may have taken the name.
+            records, refused = job.join(message, False, self.anchor.now())
             if refused is not None:
-                return m.Reply(epoch=epoch, id=message.id, ok=False, error=refused)
+                return refused
             take(records)
+            if node in self._connections:
+                self._connections[node].welcomed = True
+                self._just_welcomed.append(node)
             return m.Welcome(
                 epoch=epoch,
                 attempt=job.attempt,
                 boot_id=self.anchor.boot_id,
                 anchor_utc_ns=self.anchor.utc_ns,
                 anchor_boot_ns=self.anchor.boot_ns,
+                lease_s=self.leases.base_s,
+                log_addr=self.admission.log_addr,
+                folder_id=self.admission.folder_id,
+                role=job.role_of(node),
+                reason=job.excluded.get(node, ""),
             )
         if isinstance(message, m.KvWait):
             limit = asyncio.get_running_loop().time() + message.timeout_s
             self._waiters.append((node, message, limit))
             asyncio.get_running_loop().call_at(limit, self._queue.put_nowait, (node, None))
             return m.Reply(epoch=epoch, id=-1)
-        records, reply = job.handle(node, message)
+        records, reply = job.handle(node, message, self.anchor.now())
+        if not reply.ok and not records:
+            self.admission.count("old_cycle")
         take(records)
         return reply
 
-    async def _answer_waiters(self) -> None:
+    def _operate(self, message: m.Operator) -> tuple[list[Record], m.Reply]:
+        job, epoch = self.job, self.journal.epoch
+        if message.run_id != job.run_id:
+            return [], m.Reply(epoch=epoch, id=message.id, ok=False, error=f"this is run {job.run_id!r}")
+        match message.what:
+            case "status":
+                return [], m.Reply(epoch=epoch, id=message.id, result=self.status())
+            case "exclude":
+                records = job.exclude(message.node, message.reason or "asked for by a person")
+                why = None if records else f"no node {message.node!r} to leave out (nodes: {', '.join(job.nodes)})"
+                return records, m.Reply(epoch=epoch, id=message.id, ok=not why, error=why)
+            case "inject":
+                if job.cycle is None or job.phase != "running":
+                    return [], m.Reply(epoch=epoch, id=message.id, ok=False, error=f"the job is {job.phase}")
+                command = m.DoInjection(epoch=epoch, cycle=job.cycle.number, spec=message.spec)
+                for node in self._connections:
+                    self._send(node, command)
+                what = {"spec": message.spec, "reason": message.reason, "t_ns": self.anchor.now()}
+                reply = m.Reply(epoch=epoch, id=message.id, result={"cycle": job.cycle.number})
+                return [{"type": "injection", "cycle": job.cycle.number, **what}], reply
+            case "stop" if job.stop is None and job.phase != "done":
+                return [{"type": "stop_request", "signum": 15, "node": "operator"}], m.Reply(epoch=epoch, id=message.id)
+        return [], m.Reply(epoch=epoch, id=message.id, ok=False, error=f"cannot do {message.what!r} now")
+
+    def status(self) -> dict[str, Any]:
+        """What a person may ask a running coordinator."""
+        job = self.job
+        roles = {n: job.role_of(n) for n in job.nodes}
+        return {
+            "phase": job.phase,
+            "attempt": job.attempt,
+            "cycle": job.last_cycle,
+            "nodes": roles,
+            "connected": sorted(self._connections),
+            "excluded": job.excluded,
+            "waiting": job.waiting,
+            "leases": {n: round(self.leases.silence_s(n), 3) for n in job.nodes},
+            "refused": dict(self.admission.refused),
+        }
+
+    def _answer_waiters(self) -> None:
+        if not self._waiters:
+            return
         now = asyncio.get_running_loop().time()
         waiting, self._waiters = self._waiters, []
         for node, message, limit in waiting:
@@ -244,24 +447,36 @@ class Coordinator:
                 continue
             error = fenced or ("timeout" if missing else None)
             result: dict[str, Any] = {"missing": missing} if missing else {"values": {k: kv[k] for k in message.keys}}
-            reply = m.Reply(epoch=self.journal.epoch, id=message.id, ok=error is None, error=error, result=result)
-            await self._send(node, reply)
+            self._send(
+                node, m.Reply(epoch=self.journal.epoch, id=message.id, ok=error is None, error=error, result=result)
+            )
 
-    async def _command_all(self) -> None:
-        for node in list(self._sockets):
+    def _command_all(self) -> None:
+        """Tell nodes what follows from the state: all of them when it changed for all, else those that just came."""
+        nodes = self._just_welcomed if self._told_version == self.job.version else list(self._connections)
+        self._told_version, self._just_welcomed = self.job.version, []
+        encoded: dict[type[m.FromCoordinator], str] = {}
+        for node in nodes:
+            connection = self._connections.get(node)
+            if connection is None or not connection.welcomed:
+                continue
             command = self.job.command_for(node)
             if command is None:
                 continue
-            encoded = to_json(command)
-            if self._told.get(node) != encoded:
-                self._told[node] = encoded
-                await self._send(node, command)
+            # Every node is told the same, but for StartCycle: encoded once.
+            text = encoded.get(type(command))
+            if text is None or isinstance(command, m.StartCycle):
+                text = encoded[type(command)] = to_json(command).decode()
+            if connection.last_command != text:
+                connection.last_command = text
+                connection.send(text)
+            if isinstance(command, m.End):
+                self._heard_end.add(node)
 
-    async def _send(self, node: str, message: m.FromCoordinator) -> None:
-        socket = self._sockets.get(node)
-        if socket is not None:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-                await socket.send_text(to_json(message).decode())
+    def _send(self, node: str, message: m.FromCoordinator) -> None:
+        connection = self._connections.get(node)
+        if connection is not None:
+            connection.send(to_json(message).decode())
 
     def _leave_if_superseded(self) -> None:
         """Before anything is acknowledged: another coordinator that took over may not have read it."""
@@ -269,29 +484,50 @@ class Coordinator:
             print("coordinator: a newer epoch exists; leaving", file=sys.stderr, flush=True)
             os._exit(0)
 
-    # ---- nodes that go away
+    # ---- nodes that go away, and time that passes
 
-    async def _watch_nodes(self) -> None:
-        """Count a node as lost when its connection stayed away for the lease; end when nobody is left to serve."""
+    async def _watch(self) -> None:
+        """Notice leases that ran out, nodes that never come, and that nobody is left to serve."""
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        incomplete_since = started
+        tick_s = min(1.0, self.leases.base_s / 5)
+        since = dict.fromkeys(("incomplete", "enough", "empty"), loop.time())
+        last = loop.time()
         while True:
-            await asyncio.sleep(min(1.0, self.lease_s / 4))
+            await asyncio.sleep(tick_s)
+            now = loop.time()
+            if now - last > tick_s + 1.0:
+                # This process was not running itself: that nothing was heard says nothing about the nodes.
+                self.leases.forgive(now - last)
+            last = now
             self._leave_if_superseded()
-            if self.job.phase != "forming" or len(self.job.nodes) == self.job.nnodes:
-                incomplete_since = loop.time()
-            elif loop.time() - incomplete_since > self.join_timeout_s:
+            if len(self.config.endpoints) > 1:
+                await asyncio.to_thread(self.show_life)
+            job = self.job
+            usable = job.usable()
+            forming = job.phase == "forming"
+            if not forming:
+                since["incomplete"] = now
+            if not forming or usable < job.shape.min_nodes:
+                since["enough"] = now
+            if forming and now - since["incomplete"] > self.config.join_timeout_s:
                 self._join_expired = True
-                self._queue.put_nowait(("", None))
-            absent = [n for n in self.job.nodes if n not in self._sockets]
-            late = [n for n in absent if loop.time() - max(self._last_seen.get(n, started), started) > self.lease_s]
-            if late and self.job.phase != "done" and len(late) < len(self.job.nodes):
-                self._lost = late
-                self._queue.put_nowait(("", None))
-            if not self._sockets and loop.time() - max([*self._last_seen.values(), started]) > 2 * self.lease_s:
+            self._last_call = now - since["enough"] > self.config.last_call_s
+            if job.phase != "done":
+                late = self.leases.expired(n for n in job.nodes if job.shape.movable)
+                # With nobody else there is nobody to give its ranks to, and nobody who waits for them.
+                if len(late) < len(job.nodes):
+                    self._lost.update(dict.fromkeys(late, f"not heard of for its lease of {self.leases.base_s:g} s"))
+            if self._connections:
+                since["empty"] = now
+            elif not self._stays and now - since["empty"] > 2 * self.leases.base_s and job.phase != "done":
                 print("coordinator: no agent left; leaving", file=sys.stderr, flush=True)
                 os._exit(0)
+            self._queue.put_nowait(("", None))
+
+    def show_life(self) -> None:
+        """For launchers that stand by: a coordinator whose file stands still is dead (renewal.stand_by)."""
+        with contextlib.suppress(OSError):
+            (self.run_dir / "journal" / "alive").write_text(f"{self.journal.epoch} {time.monotonic_ns()}\n")
 
     # ---- views: files that people and tools read, all made again from the journal
 
@@ -307,49 +543,27 @@ class Coordinator:
         write_summary(self.run_dir, self.job)
 
 
+def job_shape(config: RunConfig) -> JobShape:
+    """The part of the configuration that decisions depend on. Raises ConfigError (topology file)."""
+    return JobShape(
+        run_id=config.run_id,
+        nnodes=config.nnodes,
+        min_nodes=min(config.min_nodes, config.nnodes),
+        spares=config.spares,
+        replica_size=config.replica_size,
+        max_restarts=config.max_restarts,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        max_no_progress_cycles=config.max_no_progress_cycles,
+        min_progress_iterations=config.min_progress_iterations,
+        no_restart_exit_code=config.no_restart_exit_code,
+        gang_check=config.gang_check,
+        marker_file=config.checkpoint_iteration_file is not None,
+        topology=read_topology(Path(config.topology)) if config.topology else {},
+    )
+
+
 def _next_attempt(last: int) -> int:
     """Slurm's restart count when it is ahead of the journal, else the next number."""
     slurm = os.environ.get("SLURM_RESTART_COUNT", "")
     return max(last + 1, int(slurm) if slurm.isdigit() else 0)
-
-
-async def _main(args: argparse.Namespace) -> None:
-    coordinator = Coordinator(Path(args.run_dir), args.launch, args.started_ns)
-    app = Starlette(routes=[WebSocketRoute("/agent", coordinator.endpoint)])
-    config = uvicorn.Config(
-        app,
-        uds=args.socket,
-        ws="websockets-sansio",
-        ws_max_size=m.MAX_MESSAGE_BYTES,
-        ws_ping_interval=None,
-        ws_per_message_deflate=False,
-        lifespan="off",
-        log_level="warning",
-        timeout_graceful_shutdown=1,
-    )
-    server = coordinator.server = uvicorn.Server(config)
-    Path(args.socket).unlink(missing_ok=True)
-    await asyncio.gather(server.serve(), coordinator.serve())
-
-
-def main() -> None:
-    """Entry point of the coordinator process."""
-    parser = argparse.ArgumentParser(prog="keepstep-coordinator")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--started-ns", type=int, required=True, help="CLOCK_BOOTTIME when the launcher started")
-    parser.add_argument(
-        "--launch", required=True, help="id of the launcher's life; the same one goes on with its attempt"
-    )
-    args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.umask(0o077)
-    try:
-        asyncio.run(_main(args))
-    except KeepstepError as error:
-        print(f"coordinator: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,12 +8,14 @@ import json
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from keepstep.records.errors import KeepstepError, StorageError
 
 MAX_SOCKET_PATH = 107
+LOCK_TRIES = 10
 LONGEST_SOCKET = "agent-4194304.sock"
 
 
@@ -103,6 +105,19 @@ class RunLockedError(KeepstepError):
     """Raised when a launcher of this run id is alive and leads it."""
 
 
+def _lock(fd: int) -> None:
+    """Take the lock. Whoever looks whether a run is led holds it for an instant, so it is asked for more than once."""
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.005)
+        else:
+            return
+
+
 class RunLock:
     """The lead of a run on this host: an flock that the kernel releases when its holder dies, however it dies."""
 
@@ -115,7 +130,7 @@ class RunLock:
         path = run_dir / "lead.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
         except BlockingIOError:
             holder = os.pread(fd, 4096, 0)
             os.close(fd)

@@ -28,7 +28,8 @@ def _line(record: Record) -> bytes:
     return to_json({**record, "crc": zlib.crc32(to_json(record))}) + b"\n"
 
 
-def _parse(line: bytes, seq: int) -> Record | None:
+def parse_line(line: bytes, seq: int) -> Record | None:
+    """A record from its line, None when it is torn, out of sequence or damaged."""
     try:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError:
@@ -56,7 +57,7 @@ def read_epoch(path: Path) -> list[Record]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            record = _parse(line, len(records))
+            record = parse_line(line, len(records))
             if record is None:
                 break
             records.append(record)
@@ -138,4 +139,4 @@ class Journal:
         os.close(self._fd)
 
 
-__all__ = ["Journal", "Record", "epochs", "read_epoch", "read_marks", "read_records"]
+__all__ = ["Journal", "Record", "epochs", "parse_line", "read_epoch", "read_marks", "read_records"]

@@ -17,18 +17,18 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.environment import stop_notice_s
 from keepstep.launcher.evidence import RankEvidence, capture, culprits
 from keepstep.launcher.procs import descendants, kill_group, kill_quietly, reap, state_of
-from keepstep.launcher.watch import LEARNED_MIN_S, HangLimits, PageLook
+from keepstep.launcher.watch import HangLimits, PageLook
 from keepstep.records.exits import exit_status_name
 from keepstep.records.inject import Injection
 
 COLLECTIVE_GRACE_S = 0.5
 """How long a rank blocked in a collective gets between SIGTERM and SIGKILL: it cannot react anyway."""
+HURRIED_GRACE_S = 1.0
+"""Grace and time for evidence once the scheduler's notice is as good as over."""
 SAMPLE_S = 1.0
-MAX_BEAT_S = 60.0
-"""Progress samples in the journal thin out as a cycle grows older, to one in MAX_BEAT_S: the partition takes its exact points from
-checkpoints and ends, and a journal of weeks stays readable."""
 
 
 class LocalRank(msgspec.Struct, kw_only=True):
@@ -52,7 +52,9 @@ class CycleHost(Protocol):
     """What a cycle needs from the agent."""
 
     config: RunConfig
-    anchor: Anchor
+
+    @property
+    def anchor(self) -> Anchor: ...
 
     def say(self, text: str) -> None: ...
 
@@ -63,6 +65,10 @@ class CycleHost(Protocol):
     def send(self, make: Callable[[int], m.AgentMessage]) -> asyncio.Future[Any]: ...
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None: ...
+
+    async def hang_evidence(self, cycle: LocalCycle, pids: dict[int, int]) -> None:
+        """Take what only ranks that still hang can give, beside their stacks."""
+        ...
 
     def learn_modules(self, cycle: LocalCycle) -> None:
         """The script has shown which modules it imports."""
@@ -83,17 +89,26 @@ class LocalCycle:
         self._config = host.config
         c = host.config
         self._limits = HangLimits(
-            c.monitor_hang, c.start_hang_s, c.section_timeouts_s, LEARNED_MIN_S * 2**learned_hangs
+            c.monitor_hang,
+            c.start_hang_s,
+            c.section_timeouts_s,
+            start_given=c.start_hang_given,
+            out_of_section_s=c.out_of_section_s,
+            patience=2.0**learned_hangs,
         )
         self._over = asyncio.Event()
         self._changed = asyncio.Event()
         self.fault: m.Fault | None = None
+        self.sample: tuple[int, int] | None = None
+        """Steps completed by all local ranks and when (UTC ns), for the next renewal."""
         self._stop_reason: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._progress: dict[int, int] = {}
+        self._looks: dict[int, PageLook] = {}
         self._imported: set[str] | None = None
         self._asked_early: int | None = None
         self._stop_deadline: asyncio.TimerHandle | None = None
+        self._grace_s = c.stop_grace_s
+        self._capture_s = c.capture_s
 
     def imported_names(self) -> set[str]:
         """Modules that ranks imported themselves, not finding them in the zygote."""
@@ -115,8 +130,8 @@ class LocalCycle:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
         for injection in self._config.inject:
-            if injection.cycle == self.number and injection.seconds is not None and injection.step is None:
-                loop.call_later(injection.seconds, self._host.do_injection, injection, self)
+            if injection.cycle == self.number and (after_s := injection.timed_s) is not None:
+                loop.call_later(after_s, self._host.do_injection, injection, self)
         if self._limits.fixed_s is not None and not self.expect_steps:
             loop.call_later(self._limits.fixed_s, self._warn_blind)
         if self._asked_early is not None:
@@ -132,6 +147,19 @@ class LocalCycle:
         self._stop_reason = self._stop_reason or reason
         self._over.set()
 
+    def kill(self, reason: str) -> None:
+        """End the ranks at once, without evidence or grace: they have no right to run any more."""
+        self._stop_reason = self._stop_reason or reason
+        for rank in self._living():
+            rank.signalled = True
+            kill_group(rank.pid, signal.SIGKILL)
+        self._over.set()
+
+    def set_lease(self, expiry_ns: int) -> None:
+        """Until when these ranks may run (CLOCK_MONOTONIC ns), for their own checks."""
+        for rank in self._living():
+            rank.pages.set_lease(expiry_ns)
+
     def ask_stop(self, signum: int) -> None:
         """Ask ranks to stop at their next shared decision; those that have none get SIGTERM. After the grace they are stopped."""
         if self._stop_deadline is not None:
@@ -146,9 +174,17 @@ class LocalCycle:
                 rank.signalled = True
                 kill_group(rank.pid, signal.SIGTERM)
         name = signal.Signals(signum).name
+        notice_s = stop_notice_s(self._config)
         self._stop_deadline = asyncio.get_running_loop().call_later(
-            self._config.stop_grace_s, self.stop, f"{name}: the grace of {self._config.stop_grace_s:g} s ran out"
+            notice_s, self._notice_over, f"{name}: the grace of {notice_s:g} s ran out"
         )
+
+    def _notice_over(self, reason: str) -> None:
+        if self._config.preempt_notice_s is not None:
+            # The scheduler kills everything soon: what is left of its notice is for the records.
+            self._grace_s = min(self._grace_s, HURRIED_GRACE_S)
+            self._capture_s = min(self._capture_s, HURRIED_GRACE_S)
+        self.stop(reason)
 
     def _on_exit(self, rank: LocalRank) -> None:
         status = reap(rank.pid)
@@ -214,17 +250,15 @@ class LocalCycle:
                     self._raise_fault("hang", rank, look.progress_ns, now, f"rank {rank.rank}: {why}, {_where(look)}")
                     return
                 earliest = min(earliest, deadline)
-            # A section that opens later cannot be overdue before its own limit has passed.
-            earliest = min([earliest, *(now + s * 1e9 for s in self._config.section_timeouts_s.values())])
+            # A section that opens (or is left) later cannot be overdue before its own limit has passed.
+            given = [*self._config.section_timeouts_s.values(), self._config.out_of_section_s]
+            earliest = min([earliest, *(now + s * 1e9 for s in given if s is not None)])
             timeout = None if earliest == float("inf") else max(0.0, (earliest - time.monotonic_ns()) / 1e9)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout)
 
     async def _sample(self) -> None:
-        """About once a second: learn how long progress takes, and tell the coordinator how far all local ranks are."""
-        sent = None
-        begin = time.monotonic()
-        due = begin
+        """About once a second: learn how long progress takes, and note how far all local ranks are."""
         while not self._over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), SAMPLE_S)
@@ -232,26 +266,26 @@ class LocalCycle:
                 return
             looks = [r.pages.look() for r in self.ranks.values()]
             for look in looks:
-                before = self._progress.get(look.rank)
-                if look.has_steps and before is not None and look.phase == "train" and look.progress_ns > before:
-                    self._limits.learn((look.progress_ns - before) / 1e9)
-                self._progress[look.rank] = look.progress_ns
+                if look.rank in self._looks:
+                    self._limits.learn_from(self._looks[look.rank], look)
+                self._looks[look.rank] = look
             self._changed.set()
             if looks and all(look.has_steps for look in looks):
-                if sent is None:
+                if self.sample is None:
                     self._host.learn_modules(self)
                 completed, at_ns = _slowest(looks)
-                now = time.monotonic()
-                if completed != sent and now >= due:
-                    due = now + min(MAX_BEAT_S, (now - begin) / 100)
-                    sent = completed
-                    self._host.send(self._beat(completed, at_ns))
-
-    def _beat(self, completed: int, at_ns: int) -> Callable[[int], m.AgentMessage]:
-        at = self._host.anchor.from_monotonic(at_ns)
-        return lambda i: m.Beat(id=i, cycle=self.number, completed=completed, at_ns=at)
+                self.sample = (completed, self._host.anchor.from_monotonic(at_ns))
 
     # ---- to its end
+
+    async def over(self) -> None:
+        """Wait until something ends the cycle here; its ranks may still run."""
+        await self._over.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by its ranks leaving on their own with status 0."""
+        return self.fault is not None or self._stop_reason is not None
 
     async def run(self, evidence_dir: Path) -> Callable[[int], m.Stopped]:
         """Wait until the cycle is over on this node, stop what is left, and return the message that says how it ended."""
@@ -263,7 +297,7 @@ class LocalCycle:
         found: list[RankEvidence] = []
         if self._living() and (self.fault is not None or self._stop_reason is not None):
             living = {r.rank: (r.pid, r.pages) for r in self._living()}
-            found = await capture(living, evidence_dir, self._config.capture_s)
+            found = await capture(living, evidence_dir, self._capture_s)
         captured_ns = time.monotonic_ns()
         ended = {r.rank for r in self.ranks.values() if r.status not in (None, 0)}
         blamed = culprits(found, ended) if self.fault is not None and self.fault.kind == "hang" else []
@@ -282,7 +316,7 @@ class LocalCycle:
             stuck = state_of(rank.pid) in ("T", "t")
             rank.signalled = True
             kill_group(rank.pid, signal.SIGKILL if stuck else signal.SIGTERM)
-        deadline = time.monotonic() + self._config.stop_grace_s
+        deadline = time.monotonic() + self._grace_s
         if in_collective:
             await self._wait_gone(min(time.monotonic() + COLLECTIVE_GRACE_S, deadline))
             for rank in self._living():
@@ -339,6 +373,8 @@ class LocalCycle:
             "culprits": blamed,
             "leftovers": leftovers,
         }
+        if any(look.heartbeat_ns for look in looks.values()):
+            fields["notes"] = {"heartbeats": True}
         return lambda i: m.Stopped(id=i, next_port=0, **fields)  # type: ignore[arg-type]
 
     def _failure(self, rank: LocalRank) -> m.Failure | None:
@@ -352,7 +388,12 @@ class LocalCycle:
             record = _elastic_error(rank.error_path)
         anchor = self._host.anchor
         injected = any(
-            i.kind == "exit" and i.cycle == self.number and i.rank == rank.rank and i.code == rank.status
+            i.cycle == self.number
+            and i.rank == rank.rank
+            and (
+                (i.kind == "exit" and i.code == rank.status)
+                or (i.kind == "oom" and record.get("error_type") == "MemoryError")
+            )
             for i in self._config.inject
         )
         status = rank.status
@@ -405,7 +446,10 @@ def _slowest(looks: list[PageLook]) -> tuple[int, int]:
 def _where(look: PageLook) -> str:
     if not look.attached_ns:
         return "before ks.init()"
-    if not look.has_steps:
-        return f"in phase {look.phase!r} before its first step was complete"
-    inside = f"in step {look.step}" if look.in_step else f"after step {look.step}"
+    if look.has_steps:
+        inside = f"in step {look.step}" if look.in_step else f"after step {look.step}"
+    elif look.trains:
+        inside = "after its last heartbeat"
+    else:
+        inside = f"in phase {look.phase!r} before its first step was complete"
     return inside + (f", section {look.sections[-1][0]!r}" if look.sections else "")

@@ -38,6 +38,7 @@ class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="he
     proof: str = ""
     """HMAC over the server's challenge by a key from the job token (launcher/trust.py); "" over a Unix socket."""
     levels: list[str] = []
+    node_rank: int | None = None
     boot_id: str = ""
     fenced: bool = False
     """This launcher's ranks were stopped because its lease ran out; it comes back with none running."""
@@ -54,6 +55,8 @@ class Started(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
     path: str = "fork"
     expect_steps: bool = False
     """Whether the script is expected to attach through the trainer library."""
+    notes: dict[str, Any] = {}
+    """For the cycle record: GPU memory before this start."""
 
 
 class Fault(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="fault"):
@@ -96,6 +99,10 @@ class Stopped(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
     next_port: int
     culprits: list[int] = []
     leftovers: int = 0
+    problems: list[str] = []
+    """Failed checks of this node: it may not take part in the next cycle."""
+    notes: dict[str, Any] = {}
+    """For the cycle record: memory reclaimed, output lost, evidence that could not be had."""
 
 
 class Note(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="note"):
@@ -160,7 +167,8 @@ class StopRequest(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, t
 class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):
     """Renews this node's lease, and is a progress sample: steps completed by all local ranks and when (UTC ns).
 
-    Answered with {lease_s}. `rtt_s`: how long the last one took to be answered; the lease adapts to it.
+    Answered with {lease_s, now_ns} (the coordinator's clock, UTC). `rtt_s`: how long the last one took to be answered, to which
+    the lease adapts.
     """
 
     completed: int | None = None
@@ -169,7 +177,7 @@ class Beat(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="bea
 
 
 class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_cycle"):
-    """Ask for the rank map of the current cycle: {ranks, active_nodes, spare_nodes, scatter}."""
+    """Ask for the rank map of the current cycle: {node_spans, spare_nodes, scatter}."""
 
 
 FromAgent = (
@@ -208,7 +216,11 @@ class Welcome(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True,
     log_addr: str = ""
     """host:port of the log funnel, "" when this launcher writes the job's logs itself."""
     role: str = "active"
-    """"active", "spare" or "waiting" (not placed yet)."""
+    """"waiting" (nothing has begun), "active" (has ranks in the newest cycle), "spare" or "excluded"."""
+    reason: str = ""
+    """Why this node is excluded."""
+    folder_id: str = ""
+    """What the coordinator's run folder is called inside: a launcher that reads the same in its own shares that folder."""
 
 
 class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="start_cycle"):
@@ -223,6 +235,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     master_addr: str
     master_port: int
     agent_store: bool
+    probe: bool = False
+    """Run the gang check (launcher/gangcheck.py) instead of the script."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 

@@ -20,6 +20,7 @@ from keepstep.records import frames
 from keepstep.records.errors import ChannelError
 
 MAX_BUFFERS = 64
+MAX_REASON_CHARS = 2000
 
 
 class RankHost(Protocol):
@@ -35,6 +36,10 @@ class RankHost(Protocol):
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         """Take a mark; the rank does not wait for the disk."""
+        ...
+
+    async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
+        """Pass on what a rank asks for ("stop" or "exclude"); returns when it is journaled. Raises ChannelError."""
         ...
 
     def inject(self, cycle: int, spec: str) -> str | None:
@@ -171,6 +176,15 @@ class RankServer:
                     return {"ok": False, "error": str(error), **(getattr(error, "result", None) or {})}, None
             case "report":
                 self._host.report(cycle, rank, str(request["kind"]), dict(request["fields"]))
+                return {"ok": True}, None
+            case "request":
+                what, reason = str(request["what"]), str(request["reason"])[:MAX_REASON_CHARS]
+                if what not in ("stop", "exclude"):
+                    raise ValueError(f"request {what!r}: neither stop nor exclude")
+                try:
+                    await self._host.request(cycle, rank, what, reason)
+                except ChannelError as error:
+                    return {"ok": False, "error": str(error)}, None
                 return {"ok": True}, None
             case "buffer":
                 try:

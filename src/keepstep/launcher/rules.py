@@ -8,9 +8,18 @@ from typing import Literal
 import msgspec
 
 from keepstep.launcher.messages import Failure
-from keepstep.records.exits import EXIT_CONFIG, EXIT_FAILURE, EXIT_NUMERICAL
+from keepstep.launcher.noprogress import Progress
+from keepstep.records.exits import EXIT_CONFIG, EXIT_FAILURE, EXIT_NO_RESTART, EXIT_NUMERICAL
 
 MAX_PORT_RETRIES = 3
+ENVIRONMENT_ERRORS = frozenset(
+    {
+        *("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),
+        *("ConnectionAbortedError", "BrokenPipeError", "BlockingIOError", "InterruptedError", "MemoryError"),
+        *("StorageError", "ChannelError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+    }
+)
+"""Exceptions that say more about a disk, a network or a peer than about the script."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +41,20 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     port_retries: int
     last_fingerprint: str | None
     last_fingerprint_step: int | None
+    workload: str | None = None
+    """What a rank asked for: "stop" or "exclude"."""
+    workload_reason: str = ""
+    excluded: list[str] = []
+    """Nodes of this cycle that are left out of the next one."""
+    probe: bool = False
+    """The cycle tested the nodes' bandwidth instead of running the script."""
+    never_stepped: bool = False
+    """Ranks report steps, none was ever complete in this attempt, and every rank failed by itself."""
+    progress: Progress = Progress()
+    """The no-progress count as it is after this cycle, should it count as failed."""
+    max_no_progress_cycles: int = 0
+    min_progress_iterations: int = 1
+    no_restart_exit_code: int = EXIT_NO_RESTART
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +96,12 @@ def fingerprint(failure: Failure | None, fault_kind: str | None) -> str | None:
     return f"exit {failure.status}" if failure.status > 0 else None
 
 
+def says_code_bug(failure: Failure) -> bool:
+    """Whether a failure, seen on all ranks, can only be the code's or the configuration's."""
+    error = (failure.error_type or "").rpartition(".")[2]
+    return fingerprint(failure, None) is not None and error not in ENVIRONMENT_ERRORS
+
+
 def cause_of(failure: Failure | None, fault_kind: str | None) -> str:
     """The launcher's own class of a fault; without attribution most faults stay unknown."""
     if failure is None or fault_kind == "hang" or failure.cascade or failure.injected or address_in_use(failure):
@@ -85,6 +114,25 @@ def _stopped(e: Ended) -> Outcome | None:
         return None
     cause = {2: "interrupted", 15: "preempted"}.get(e.stop_signum, "signal")
     return Outcome(rule="stopped", action="end", verdict="stopped", exit_code=128 + e.stop_signum, cause=cause)
+
+
+def _probe(e: Ended) -> Outcome | None:
+    if not e.probe:
+        return None
+    return Outcome(rule="gang_check", action="restart", cause="gang_check")
+
+
+def _workload_stop(e: Ended) -> Outcome | None:
+    if e.workload != "stop":
+        return None
+    return Outcome(
+        rule="workload_stop",
+        action="end",
+        verdict="no_restart",
+        exit_code=e.no_restart_exit_code,
+        cause="workload_request",
+        message=e.workload_reason,
+    )
 
 
 def _succeeded(e: Ended) -> Outcome | None:
@@ -135,6 +183,36 @@ def _repeated(e: Ended) -> Outcome | None:
     )
 
 
+def _never_stepped(e: Ended) -> Outcome | None:
+    if not e.never_stepped:
+        return None
+    first = fingerprint(first_failure(e), e.fault_kind)
+    return Outcome(
+        rule="failed_before_first_step",
+        action="end",
+        verdict="failed",
+        exit_code=EXIT_CONFIG,
+        cause="code_bug",
+        message=f"every rank failed before the first step: {first}",
+    )
+
+
+def _no_progress(e: Ended) -> Outcome | None:
+    if not e.max_no_progress_cycles or e.progress.count < e.max_no_progress_cycles:
+        return None
+    return Outcome(
+        rule="no_progress",
+        action="end",
+        verdict="no_restart",
+        exit_code=e.no_restart_exit_code,
+        cause="no_progress",
+        message=(
+            f"{e.progress.count} failed cycles in a row, each with less than {e.min_progress_iterations} iterations of "
+            f"progress (marker {e.progress.last}; --max-no-progress-cycles, --min-progress-iterations)"
+        ),
+    )
+
+
 def _port_in_use(e: Ended) -> Outcome | None:
     failure = first_failure(e)
     if failure is None or not address_in_use(failure) or e.port_retries >= MAX_PORT_RETRIES:
@@ -146,6 +224,12 @@ def _disruption(e: Ended) -> Outcome | None:
     if not e.nodes_lost:
         return None
     return Outcome(rule="node_lost", action="restart", cause="node_lost")
+
+
+def _node_excluded(e: Ended) -> Outcome | None:
+    if not e.excluded:
+        return None
+    return Outcome(rule="node_excluded", action="restart", cause="node_excluded", message=e.workload_reason)
 
 
 def _budget(e: Ended) -> Outcome | None:
@@ -167,12 +251,20 @@ def _restart(e: Ended) -> Outcome | None:
 
 RULES: tuple[tuple[str, Callable[[Ended], Outcome | None]], ...] = (
     ("stopped: asked to stop by a signal -> end, 128+n", _stopped),
+    ("gang_check: the cycle was a test of the nodes (--gang-check) -> next cycle, free", _probe),
+    ("workload_stop: a rank called run.request_stop -> end, --no-restart-exit-code", _workload_stop),
     ("succeeded: every rank exited 0 -> end, 0", _succeeded),
     ("numerical_guard: a rank exited 43 -> end, 43", _numerical),
     ("config_or_code_bug: a rank exited 42 -> end, 42", _exit_42),
     ("same_failure_twice: same fingerprint, no progress between -> end, 42", _repeated),
+    ("failed_before_first_step: every rank of a script with steps, by itself -> end, 42", _never_stepped),
+    (
+        "no_progress: --max-no-progress-cycles failed cycles without progress -> end, --no-restart-exit-code",
+        _no_progress,
+    ),
     (f"address_in_use: the store's port was taken -> restart, free, at most {MAX_PORT_RETRIES} times", _port_in_use),
     ("node_lost: a node went away -> restart, free", _disruption),
+    ("node_excluded: a node was taken out (checks, run.request_exclude_node) -> restart, free", _node_excluded),
     ("budget_exhausted: --max-restarts used up -> end, 1", _budget),
     ("restart: anything else -> restart, counted", _restart),
 )

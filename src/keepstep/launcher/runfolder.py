@@ -9,9 +9,9 @@ import msgspec
 
 from keepstep.goodput import cycle_phases, summarise
 from keepstep.launcher.files import write_durable
-from keepstep.launcher.job import Job
+from keepstep.launcher.state import CycleState, JobState
 from keepstep.records.codec import from_json, rfc3339, to_pretty_json
-from keepstep.records.cycle import Cycle, RankPlace
+from keepstep.records.cycle import RECOVERY_TIMES, Cycle, Recovery
 from keepstep.records.timeline import Mark
 
 
@@ -32,7 +32,7 @@ def has_ended(run_dir: Path, number: int) -> bool:
         return False
 
 
-def cycle_record(job: Job, ended: bool) -> Cycle:
+def cycle_record(job: JobState, ended: bool) -> Cycle:
     """`keepstep.cycle/1` of the current cycle."""
     c = job.cycle
     assert c is not None
@@ -55,17 +55,48 @@ def cycle_record(job: Job, ended: bool) -> Cycle:
         restored_step=c.restored_step,
         restored_from="disk" if c.restored_from == "disk" else "none",
         restored_checkpoint=c.restored_checkpoint,
-        recovery=None if is_first else ("checkpoint" if c.restored_from == "disk" else "respawn"),
+        recovery=None if is_first else _recovery(c),
         phases=cycle_phases(marks, c.number),
-        ranks=[
-            RankPlace(**{k: p.get(k) for k in ("rank", "local_rank", "node", "host", "pid", "exit")})  # type: ignore[arg-type]
-            for p in c.ranks
-        ],
+        times=_times(mine),
+        scatter=c.scatter,
+        ranks=c.places(),
         active_nodes=c.nodes,
+        spare_nodes=c.spares,
+        substituted=c.substituted,
+        node_notes=_notes(c),
         counted=bool(decided is not None and decided.attrs.get("counted")),
         master_addr=c.master_addr,
         master_port=c.master_port,
     )
+
+
+def _recovery(c: CycleState) -> Recovery:
+    """The path this cycle was started by, cheapest first: respawn on the same nodes, swap of a spare, checkpoint on disk."""
+    if c.path != "respawn":
+        return "spare"
+    return "checkpoint" if c.restored_from == "disk" else "respawn"
+
+
+def _times(marks: list[Mark]) -> dict[str, str]:
+    times: dict[str, int] = {}
+    for mark in marks:
+        name = RECOVERY_TIMES.get(mark.kind)
+        if name is not None:
+            times.setdefault(name, mark.t_ns)
+        elif mark.kind == "fault":
+            times.setdefault("fault", int(mark.attrs["occurred_ns"]))
+            times.setdefault("detected", int(mark.attrs["detected_ns"]))
+    return {name: rfc3339(t_ns) for name, t_ns in sorted(times.items(), key=lambda item: item[1])}
+
+
+def _notes(c: CycleState) -> dict[str, dict[str, Any]]:
+    notes: dict[str, dict[str, Any]] = {}
+    for node in c.nodes:
+        said = {**c.started.get(node, {}).get("notes", {}), **(c.stopped[node].notes if node in c.stopped else {})}
+        said.pop("heartbeats", None)
+        if said:
+            notes[node] = said
+    return notes
 
 
 def _fault(mark: Mark) -> dict[str, Any]:
@@ -92,7 +123,7 @@ def write_cycle(run_dir: Path, record: Cycle) -> None:
     link.replace(current)
 
 
-def write_summary(run_dir: Path, job: Job) -> None:
+def write_summary(run_dir: Path, job: JobState) -> None:
     """summary.json: what `keepstep goodput RUN -o json` prints."""
     summary = summarise(job.run_id, job.attempt, job.marks, read_cycles(run_dir))
     write_durable(run_dir / "summary.json", to_pretty_json(summary))

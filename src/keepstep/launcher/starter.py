@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from keepstep.launcher import messages as m
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.environment import cycle_environment
 from keepstep.launcher.files import write_atomic
+from keepstep.launcher.gangcheck import ENV_NODE_NAME
 from keepstep.launcher.learn import worth_learning
 from keepstep.launcher.localcycle import LocalRank
 from keepstep.launcher.logs import LogThread, Stream, wants
@@ -125,8 +128,7 @@ class RankStarter:
         """Records, pages, pipes and specifications of the local ranks of a cycle. Raises OSError."""
         errors = self._node_dir / "errors"
         errors.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = self._node_dir / f"cycle-{command.cycle:04d}.json"
-        write_atomic(info, to_pretty_json(_cycle_info(self._config.run_id, command)))
+        info = self.write_cycle_info(command)
         copy = copy_path(self._config.log_prefix, command.cycle) if self._config.log_prefix else None
         self._logs.start_cycle(self._run_dir / "logs" / f"cycle-{command.cycle:04d}.log", command.cycle, copy)
         ranks: list[LocalRank] = []
@@ -144,9 +146,24 @@ class RankStarter:
             )
             env = cycle_environment(self._config, command, local, self._socket, info, rank.error_path)
             ranks.append(rank)
-            specs.append(self._spec(rank, env))
+            specs.append(self._probe_spec(rank, env, command.cycle) if command.probe else self._spec(rank, env))
             files.append(self._files(rank, command.cycle))
         return ranks, specs, files
+
+    def write_cycle_info(self, command: m.StartCycle) -> Path:
+        """This node's copy of the cycle record, which KEEPSTEP_CYCLE_INFO names."""
+        info = self._node_dir / f"cycle-{command.cycle:04d}.json"
+        write_atomic(info, to_pretty_json(_cycle_info(self._config.run_id, command)))
+        return info
+
+    def gang_result(self, cycle: int) -> Path:
+        """Where rank 0 of a gang check leaves its result."""
+        return self._node_dir / f"gang-{cycle:04d}.json"
+
+    def _probe_spec(self, rank: LocalRank, env: dict[str, str], cycle: int) -> RankSpec:
+        spec = self._spec(rank, env | {ENV_NODE_NAME: self._config.node})
+        arguments = ["--result", str(self.gang_result(cycle))]
+        return msgspec.structs.replace(spec, mode="module", script="keepstep.launcher.gangcheck", args=arguments)
 
     def _spec(self, rank: LocalRank, env: dict[str, str]) -> RankSpec:
         return RankSpec(
@@ -216,7 +233,7 @@ class RankStarter:
 
     def _new_zygote(self, trial: list[str]) -> Zygote:
         env = zygote_environment(cycle_environment(self._config, None, 0, self._socket, None, None))
-        return Zygote(env, self._config.preload, trial, self._run_dir / "logs" / "zygote.log")
+        return Zygote(env, self._config.preload, trial, self._node_dir / "zygote.log")
 
     def learn(self, imported: set[str]) -> None:
         """Prepare a second zygote with the library modules among `imported`; it serves from the next cycle on."""
@@ -253,6 +270,10 @@ def _end_store(store: HostedStore | None) -> None:
 
 
 def _cycle_info(run_id: str, command: m.StartCycle) -> dict[str, Any]:
+    ranks: list[dict[str, Any]] = []
+    for node, host, count in command.node_spans:
+        first = len(ranks)
+        ranks += [{"rank": first + i, "local_rank": i, "node": node, "host": host} for i in range(count)]
     return {
         "schema": "keepstep.cycle/1",
         "run_id": run_id,
@@ -260,5 +281,6 @@ def _cycle_info(run_id: str, command: m.StartCycle) -> dict[str, Any]:
         "attempt": command.attempt,
         "master_addr": command.master_addr,
         "master_port": command.master_port,
-        **command.record,
+        "ranks": ranks,
+        "active_nodes": [node for node, _, _ in command.node_spans],
     }

@@ -26,6 +26,19 @@ PHASES = (
 )
 """Names of the partition; every nanosecond of wall-clock is in exactly one."""
 
+RECOVERY_TIMES = {
+    "cycle_started": "rendezvous",
+    "assigned": "process_start",
+    "attached": "restore_begin",
+    "restored": "restored",
+    "first_step": "first_step",
+    "committed": "first_committed",
+    "captured": "captured",
+    "stopped": "stopped",
+    "decided": "decided",
+}
+"""Names of recovery times after the marks they are taken from; a fault adds "fault" and "detected"."""
+
 RestoredFrom = Literal["shm", "peer", "disk", "object", "none"]
 Recovery = Literal["in_process", "respawn", "spare", "checkpoint"]
 
@@ -74,10 +87,16 @@ class Cycle(msgspec.Struct, frozen=True, kw_only=True):
     restored_checkpoint: str | None = None
     recovery: Recovery | None = None
     phases: CyclePhases = CyclePhases()
+    times: dict[str, str] = {}
+    """When each thing of RECOVERY_TIMES happened in this cycle (RFC 3339); what did not happen is not there."""
     scatter: dict[str, Any] | None = None
     ranks: list[RankPlace] = []
     active_nodes: list[str] = []
     spare_nodes: list[str] = []
+    substituted: list[list[str]] = []
+    """[lost node, the node that took its ranks] of the change that led here."""
+    node_notes: dict[str, dict[str, Any]] = {}
+    """What a node has to say of its part: GPU memory that was waited for, output that was lost."""
     counted: bool = False
     master_addr: str | None = None
     master_port: int | None = None

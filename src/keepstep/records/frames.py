@@ -13,6 +13,8 @@ Requests (`op`):
   report {kind, fields}                   -> {}          a mark for the timeline (times in CLOCK_MONOTONIC ns of this host)
   grant  {checkpoint, step}               -> {granted}   may this checkpoint be published? journaled before the answer
   buffer {name, size_bytes}               -> {size_bytes} plus one memfd as SCM_RIGHTS; the agent keeps it alive
+  request {what, reason}                  -> {}          "stop" (the whole job, no restart) or "exclude" (this rank's node);
+                                             journaled before the answer, after which this cycle commits nothing more
   inject {spec}                           -> {}          carry out an injection that only the launcher can (see inject.py)
 Every reply has `ok`; when false, `error` says why.
 """
@@ -35,6 +37,8 @@ ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
 ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
 ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
+"""Seconds between a request to stop and the end of the ranks."""
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -12,7 +12,19 @@ import msgspec
 from keepstep.records.errors import ConfigError
 
 InjectKind = Literal[
-    "kill", "stop", "hang", "raise", "exit", "slow", "nan", "corrupt-checkpoint", "coordinator-kill", "preempt"
+    "kill",
+    "stop",
+    "hang",
+    "raise",
+    "exit",
+    "slow",
+    "nan",
+    "oom",
+    "corrupt-checkpoint",
+    "coordinator-kill",
+    "preempt",
+    "node-loss",
+    "partition",
 ]
 KINDS: tuple[str, ...] = get_args(InjectKind)
 _KEYS: dict[str, type] = {
@@ -24,14 +36,30 @@ _KEYS: dict[str, type] = {
     "factor": float,
     "steps": int,
     "seconds": float,
+    "after": float,
 }
-_EXTRA: dict[str, set[str]] = {"exit": {"code"}, "slow": {"factor", "steps", "seconds"}}
-# Without a step (a script that reports none) only what can be done from outside the rank is possible, `seconds` after the start.
-OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt")
+_EXTRA: dict[str, set[str]] = {
+    "exit": {"code"},
+    "slow": {"factor", "steps", "seconds"},
+    "partition": {"after", "seconds"},
+}
+# Without a step (a script that reports none) only what can be done from outside the rank is possible, some time after the start.
+OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt", "node-loss", "partition")
+NODE_KINDS = ("node-loss", "partition")
+"""What hits a whole node: the one named, else the one that has `rank`. At a step, the rank that comes to it tells its launcher."""
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One fault to cause. `step`: before this step begins. `seconds`: after the ranks of the cycle were started."""
+    """One fault to cause. `step`: before this step begins.
+
+    `seconds`: after the ranks of the cycle were started; of a `slow`, how long each step is delayed; of a `partition`, how long the
+    node is cut off (10 s when absent), whose begin without a step is `after`.
+
+    `oom`: the rank really allocates until the kernel kills it (see keepstep.trainer.inject). `node-loss`: the launcher
+    kills itself with every process it has, as a power cut would end them. `partition`: the launcher closes its
+    connections to the coordinator and opens none for that time. No packet filter is involved: the host's other traffic,
+    the ranks' collectives too, goes on.
+    """
 
     kind: InjectKind
     step: int | None = None
@@ -42,6 +70,14 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     code: int = 1
     factor: float = 2.0
     steps: int = 1
+    after: float | None = None
+
+    @property
+    def timed_s(self) -> float | None:
+        """Seconds after the start of the cycle's ranks at which it is due; None when it waits for a step."""
+        if self.step is not None:
+            return None
+        return self.after if self.kind == "partition" else self.seconds
 
 
 def parse_injection(spec: str) -> Injection:
@@ -51,8 +87,9 @@ def parse_injection(spec: str) -> Injection:
         raise ConfigError(f"--inject {spec!r}: unknown kind {kind!r}; valid kinds: {', '.join(KINDS)}")
     fields: dict[str, int | float | str] = {}
     allowed = {"step", "rank", "cycle", "node", *_EXTRA.get(kind, set())}
+    begin = "after" if kind == "partition" else "seconds"
     if kind in OUTSIDE_KINDS:
-        allowed.add("seconds")
+        allowed.add(begin)
     for pair in rest.split(",") if at else []:
         key, equals, value = pair.partition("=")
         if not equals or key not in allowed:
@@ -63,7 +100,7 @@ def parse_injection(spec: str) -> Injection:
             fields[key] = _KEYS[key](value)
         except ValueError:
             raise ConfigError(f"--inject {spec!r}: {key}={value!r} is not a {_KEYS[key].__name__}") from None
-    if "step" not in fields and not (kind in OUTSIDE_KINDS and "seconds" in fields):
-        hint = "step=N or seconds=S" if kind in OUTSIDE_KINDS else "step=N"
+    if "step" not in fields and not (kind in OUTSIDE_KINDS and begin in fields):
+        hint = f"step=N or {begin}=S" if kind in OUTSIDE_KINDS else "step=N"
         raise ConfigError(f"--inject {spec!r}: needs {hint}")
     return msgspec.convert({"kind": cast(InjectKind, kind), **fields}, Injection)

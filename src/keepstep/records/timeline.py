@@ -26,6 +26,7 @@ MarkKind = Literal[
     "committed",  # a checkpoint's marker is durable. attrs: step, checkpoint, persist_ns
     "ckpt_failed",  # a save failed. attrs: step, error
     "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason
+    "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason
     "fault",  # attrs: occurred_ns, detected_ns, rank, node, kind, cause ("hardware", ..., "unknown"), completed_step
     "captured",  # evidence of living ranks is on disk (teardown begins)
     "stopped",  # no process of the cycle is left (decide begins)

@@ -56,6 +56,9 @@ class Channel(Protocol):
     def grant(self, checkpoint: str, step: int) -> bool:
         """Whether this checkpoint may be published; journaled by the launcher, always True without one."""
 
+    def request(self, what: str, reason: str) -> bool:
+        """Ask the launcher to end this cycle; `what` as frames.py says. False: there is no launcher, and nothing was done."""
+
     def buffer(self, name: str, size_bytes: int) -> int:
         """A descriptor of shared memory of at least `size_bytes`, for the caller to close. The launcher keeps it."""
 
@@ -90,6 +93,9 @@ class _Unsupervised:
 
     def grant(self, checkpoint: str, step: int) -> bool:
         return True
+
+    def request(self, what: str, reason: str) -> bool:
+        return False
 
     def buffer(self, name: str, size_bytes: int) -> int:
         return memory_buffer(name, size_bytes)
@@ -333,6 +339,10 @@ class AgentChannel:
     def grant(self, checkpoint: str, step: int) -> bool:
         return bool(self._call({"op": "grant", "checkpoint": checkpoint, "step": step}).get("granted"))
 
+    def request(self, what: str, reason: str) -> bool:
+        self._call({"op": "request", "what": what, "reason": reason})
+        return True
+
     def buffer(self, name: str, size_bytes: int) -> int:
         request = frames.pack({"op": "buffer", "name": name, "size_bytes": size_bytes})
         try:
@@ -407,6 +417,9 @@ class ScopedChannel:
 
     def grant(self, checkpoint: str, step: int) -> bool:
         return self._channel.grant(checkpoint, step)
+
+    def request(self, what: str, reason: str) -> bool:
+        return self._channel.request(what, reason)
 
     def buffer(self, name: str, size_bytes: int) -> int:
         return self._channel.buffer(name, size_bytes)

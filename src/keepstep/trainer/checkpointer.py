@@ -28,6 +28,8 @@ from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.channel import Channel, ScopedChannel, scoped
 
 DEFAULT_EVERY_S = 600.0
+SAVE_FACTOR = 1.5
+"""A save is expected to take at most this times the median of the measured ones."""
 _ROUND_BYTES = 2 << 20
 
 
@@ -44,7 +46,11 @@ class DecisionLike(Protocol):
 
     @property
     def stop(self) -> bool:
-        """The job is asked to stop after this step."""
+        """The job is asked to stop after this step; `save` then says whether it saves first."""
+
+    @property
+    def why(self) -> str:
+        """Why the last save is left out."""
 
 
 class RunLike(Protocol):
@@ -70,6 +76,12 @@ class RunLike(Protocol):
 
     def note_restored(self, step: int) -> None:
         """Training goes on from `step`."""
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A section on the progress page, with a hang limit of its own."""
+
+    def check_lease(self) -> None:
+        """Raise StorageError when nothing may be committed from this node."""
 
 
 def _check_cadence(every_steps: int | None, every_seconds: float | None) -> None:
@@ -145,7 +157,9 @@ class Checkpointer:
         run.propose_save = self._propose
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
         self._buffer_name = f"ckpt-{number}"
-        self._saver = Saver(self._channel, rank=run.rank, world_size=run.world_size, timeout_s=timeout_s)
+        self._saver = Saver(
+            self._channel, rank=run.rank, world_size=run.world_size, timeout_s=timeout_s, may_commit=run.check_lease
+        )
         if unsigned and run.rank == 0:
             print(
                 f"keepstep: WARNING: checkpoints in {self.root} are NOT SIGNED (unsigned=True): "
@@ -195,16 +209,23 @@ class Checkpointer:
     def maybe_save(self, step: int) -> bool:
         """Save when it is time, or when the job is asked to stop; return whether a save was begun, alike on every rank.
 
-        `step` is the number of completed steps. Blocks for staging only (and for a save still in flight). A failed save
+        `step` is the number of completed steps. A job that is asked to stop saves if the measured time from the begin of
+        a save to its commit fits into what is left of the scheduler's notice; otherwise it says so and leaves the save
+        out. Blocks for staging only (and for a save still in flight). A failed save
         is reported and training goes on. Raises StorageError after `max_failures` failed saves in a row, ConfigError
         when a value cannot be saved.
         """
         decision = self._run.decision_at(step)
-        due = decision is not None and decision.stop
-        if self._every_steps is not None:
-            due = due or (step > 0 and step % self._every_steps == 0)
+        if decision is not None and decision.stop:
+            due = decision.save
+            if not due and self._run.rank == 0:
+                print(
+                    f"keepstep: stopping after step {step} without a save: {decision.why}", file=sys.stderr, flush=True
+                )
+        elif self._every_steps is not None:
+            due = step > 0 and step % self._every_steps == 0
         else:
-            due = due or (decision is not None and decision.save)
+            due = decision is not None and decision.save
         return self.save(step) if due else False
 
     def save(self, step: int) -> bool:
@@ -218,7 +239,10 @@ class Checkpointer:
             )
         if self._closed:
             raise ConfigError("Checkpointer: closed")
-        begin_ns = time.monotonic_ns()
+        with self._run.section("checkpoint"):
+            return self._save(step, time.monotonic_ns())
+
+    def _save(self, step: int, begin_ns: int) -> bool:
         self.wait()
         if step == self.last_committed_step:
             return False
@@ -228,7 +252,7 @@ class Checkpointer:
                 f"the last one: {self._saver.last_error}"
             )
         try:
-            job = self._stage(step)
+            job = self._stage(step, time.monotonic_ns())
         except (ChannelError, StorageError, OSError) as error:
             # No room to stage: a failed save, which training outlives.
             self._saver.refuse(step, str(error))
@@ -242,7 +266,7 @@ class Checkpointer:
             self._run.channel.report("ckpt_block", {"step": step, "begin_ns": begin_ns, "end_ns": time.monotonic_ns()})
         return True
 
-    def _stage(self, step: int) -> SaveJob:
+    def _stage(self, step: int, begun_ns: int) -> SaveJob:
         assert self._life is not None
         from keepstep.checkpoint.torch import capture, stage
 
@@ -261,6 +285,7 @@ class Checkpointer:
             index=index,
             life=self._life,
             key=self._key,
+            begun_ns=begun_ns,
         )
 
     def _room(self, size: int) -> memoryview:
@@ -304,6 +329,13 @@ class Checkpointer:
         if self._every_steps is not None or self._life is None or self._closed:
             return False
         return time.monotonic() - self._last_save_s >= self._every_seconds
+
+    def save_needs_s(self) -> float | None:
+        """Seconds a save begun now may take to its commit, with what one in flight still needs; None before the first."""
+        median_s = self._saver.median_s()
+        if median_s is None:
+            return None
+        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
 
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
+import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +22,9 @@ from keepstep.trainer.channel import AgentChannel
 
 if TYPE_CHECKING:
     from keepstep.trainer.run import Run
+
+
+OOM_ROOM_BYTES = 64 << 20
 
 
 class InjectedError(Exception):
@@ -46,7 +53,9 @@ def carry_out(injection: Injection, run: Run) -> None:
             poison_next_gradient()
         case "corrupt-checkpoint":
             corrupt_newest(run)
-        case "coordinator-kill" | "preempt":
+        case "oom":
+            exhaust_memory()
+        case "coordinator-kill" | "preempt" | "node-loss" | "partition":
             if not isinstance(run.channel, AgentChannel):
                 raise ChannelError(f"--inject {injection.kind}: this rank has no keepstep launcher")
             run.channel.inject(to_json(injection).decode())
@@ -56,6 +65,77 @@ def hang_forever() -> NoReturn:
     """A rank that does nothing any more, in Python code, as a stuck data source would."""
     while True:
         time.sleep(3600)
+
+
+def exhaust_memory() -> NoReturn:
+    """Use memory until there is none: the kernel kills this process, or an allocation fails.
+
+    With the right to do so (root, writable cgroups v1 or v2) this process first moves itself into a memory cgroup of its own with
+    OOM_ROOM_BYTES for what it allocates from now on, and the kernel's OOM killer ends it with SIGKILL, as for a real leak; nothing
+    else on the host is in danger. Otherwise its address space is limited (RLIMIT_AS) and the allocation raises MemoryError.
+    """
+    folder = make_memory_cgroup()
+    if folder is not None:
+        remove_cgroup_at_exit(folder)
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+        print(f"keepstep: inject oom: allocating in memory cgroup {folder}", file=sys.stderr, flush=True)
+    else:
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = in_use + OOM_ROOM_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        print(
+            "keepstep: inject oom: no memory cgroup can be made, allocating under RLIMIT_AS",
+            file=sys.stderr,
+            flush=True,
+        )
+    held = []
+    while True:
+        held.append(b"\1" * (4 << 20))  # written, so that the pages are really there
+
+
+def make_memory_cgroup() -> Path | None:
+    """A new memory cgroup below this process's own, limited to OOM_ROOM_BYTES without swap; None where that is not possible."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            files, root = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), Path("/sys/fs/cgroup/memory")
+        elif not controllers:
+            files, root = ("memory.max", "memory.swap.max"), Path("/sys/fs/cgroup")
+        else:
+            continue
+        # A v2 group that holds processes may have no limited children: then the one above it is the place.
+        for parent in (root / own.lstrip("/"), (root / own.lstrip("/")).parent):
+            folder = parent / f"keepstep-oom-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                folder.mkdir()
+                try:
+                    (folder / files[0]).write_text(str(OOM_ROOM_BYTES))
+                    with contextlib.suppress(OSError):  # no swap accounting: then there is rarely swap
+                        (folder / files[1]).write_text(str(OOM_ROOM_BYTES if "memsw" in files[1] else 0))
+                    return folder
+                except OSError:
+                    folder.rmdir()
+    return None
+
+
+def remove_cgroup_at_exit(folder: Path) -> None:
+    """Start a small process that removes `folder` when this one has ended: an empty cgroup stays until somebody does."""
+    code = (
+        "import os, select, sys\n"
+        "fd = os.pidfd_open(int(sys.argv[1]))\n"
+        "print(flush=True)\n"
+        "select.select([fd], [], [])\n"
+        "os.rmdir(sys.argv[2])\n"
+    )
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(os.getpid()), str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert helper.stdout is not None
+    helper.stdout.readline()
 
 
 def slow_by(factor: float, run: Run) -> float:

@@ -17,11 +17,11 @@ import msgspec
 
 from keepstep.records import frames
 from keepstep.records import page as layout
-from keepstep.records.errors import NumericalError
+from keepstep.records.errors import ChannelError, NumericalError, StorageError
 from keepstep.records.inject import Injection
-from keepstep.trainer.channel import Channel, open_channel
+from keepstep.trainer.channel import ABSENT, Channel, open_channel
 from keepstep.trainer.inject import carry_out
-from keepstep.trainer.page import StepContext, Words, make_steps, open_page
+from keepstep.trainer.page import StepContext, Words, lease_overdue_s, make_steps, open_page
 
 if TYPE_CHECKING:
     from keepstep.trainer.checkpointer import Checkpointer
@@ -32,13 +32,25 @@ DECISION_PERIOD_S = 1.0
 _PHASES = {"init": layout.PHASE_INIT, "restore": layout.PHASE_RESTORE, "close": layout.PHASE_CLOSE}
 
 
+UNMEASURED_NOTICE_S = 10.0
+"""What must be left of the notice for a last save when none was measured yet. One that is cut off costs nothing but this time: an
+uncommitted checkpoint is never restored."""
+NOTICE_MARGIN_S = 2.0
+"""What must be left of the notice after a last save of measured length, for leaving the processes."""
+STOP_KEY = "stop"
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks do at exactly this step. `every`: the next decision is at step + every."""
+    """What all ranks do at exactly this step. `every`: the next decision is at step + every.
+
+    With `stop`, `save` says whether the last save fits into what is left of the notice; `why` says why not.
+    """
 
     step: int
     save: bool = False
     stop: bool = False
     every: int = 1
+    why: str = ""
 
 
 class Run:
@@ -59,7 +71,9 @@ class Run:
         self._words = words
         self._guard = guard
         self._injections = _injections()
-        self._stop_signal = threading.Event()
+        self._stop_asked_ns = 0
+        self._notice_s = _notice_s() if supervised else None
+        self._replays = 0
         self._decision: Decision | None = None
         self._next_decision: int | None = None
         self._first_step: int | None = None
@@ -114,6 +128,61 @@ class Run:
         """Steps completed so far as the script counts them (number of the last completed step + 1)."""
         return int(self._words[layout.W_STEP] >> 8)
 
+    def heartbeat(self) -> None:
+        """Say that this rank moves on, for scripts with a loop of their own and no `step`.
+
+        From the first heartbeat on the rank is watched as one with steps is, with limits learned from the time between heartbeats;
+        the launcher knows of no steps, so it counts no productive time. One store into shared memory: call it as often as you like.
+        """
+        self._words[layout.W_HEARTBEAT_NS] = monotonic_ns()
+
+    # ---- requests to the launcher
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the whole job, without a restart. Any rank may ask; one is enough.
+
+        Under keepstep it takes effect at once: when this returns the request is durable, no later step or save of this cycle is
+        committed, and the launcher is about to stop all ranks. The allocation stays: it is the launchers that end, not the
+        scheduler's job, which ends when its script does. Without a launcher (torchrun, plain python) `stop_requested` becomes
+        true on every rank at the next shared decision. Raises ChannelError when the launcher cannot be reached.
+        """
+        if self.channel.request("stop", reason):
+            return
+        print(f"keepstep: rank {self.rank} asks the job to stop: {reason}", file=sys.stderr, flush=True)
+        self.channel.set(STOP_KEY, reason)
+
+    def request_exclude_node(self, reason: str) -> None:
+        """Ask for a restart in which this rank's node takes no part, now or later in this job.
+
+        It takes effect as `request_stop` does: no later step or save of this cycle is committed. The allocation stays: the node
+        still belongs to the scheduler's job. Raises ChannelError without a launcher (torchrun, plain python): nobody there could
+        leave the node out, and going on as if somebody had would hide it.
+        """
+        if not self.channel.request("exclude", reason):
+            raise ChannelError(
+                f"request_exclude_node({reason!r}): no keepstep launcher started this rank, so nobody can leave the node out; "
+                "use keepstep run, or request_stop"
+            )
+
+    def announce_rollback(self, to_step: int, reason: str) -> None:
+        """Say that training goes back to `to_step` completed steps on purpose (a replayed step, a skipped stretch of data).
+
+        The launcher then does not take the lower step for a lack of progress. Every rank calls it, after the same step: shared
+        decisions begin anew at `to_step` + 1. Raises ChannelError.
+        """
+        self._replays += 1
+        self._decision, self._next_decision = None, to_step + 1
+        self._tell("rollback_announced", to_step=to_step, reason=reason, at_ns=monotonic_ns())
+
+    def check_lease(self) -> None:
+        """Raise StorageError when this node's lease has run out: then nothing may be committed from here."""
+        overdue_s = lease_overdue_s(self._words)
+        if overdue_s > 0:
+            raise StorageError(
+                f"rank {self.rank} ({socket.gethostname()}): this node's lease ran out {overdue_s:.1f} s ago; "
+                "another node may go on in its place, so nothing is committed from here until the launcher renews it"
+            )
+
     # ---- shared decisions
 
     def decision_at(self, step: int) -> Decision | None:
@@ -125,13 +194,9 @@ class Run:
             return self._decision
         if step != self._next_decision:
             return None
-        proposal = {
-            "save": bool(self.propose_save is not None and self.propose_save(step)),
-            "stop": self._stop_wanted(),
-            "every": self._decision_every(),
-        }
-        held = self.channel.cas(f"decision/{step}", proposal)
-        self._decision = Decision(step=step, save=held["save"], stop=held["stop"], every=held["every"])
+        key = f"decision/{step}" if not self._replays else f"decision/replay-{self._replays}/{step}"
+        held = self.channel.cas(key, msgspec.to_builtins(self._proposal(step)))
+        self._decision = msgspec.convert(held, Decision)
         self._next_decision = step + self._decision.every
         self._words[layout.W_DECISIONS] += 1
         return self._decision
@@ -142,8 +207,33 @@ class Run:
         decision = self.decision_at(self.completed_steps) if self._first_step is not None else None
         return decision is not None and decision.stop
 
+    def _proposal(self, step: int) -> Decision:
+        every = self._decision_every()
+        if not self._stop_wanted():
+            save = self.propose_save is not None and self.propose_save(step)
+            return Decision(step=step, save=bool(save), every=every)
+        why = self._why_no_last_save()
+        return Decision(step=step, save=not why, stop=True, every=every, why=why)
+
     def _stop_wanted(self) -> bool:
-        return bool(self._words[layout.W_STOP_REQUEST]) or self._stop_signal.is_set()
+        if self._words[layout.W_STOP_REQUEST] or self._stop_asked_ns:
+            return True
+        # Without a launcher a rank that asks for a stop can reach the others only here.
+        return not self.supervised and self.channel.get(STOP_KEY) is not ABSENT
+
+    def _why_no_last_save(self) -> str:
+        """Why a save begun now would not be committed before the notice is over; "" when it would, or there is no notice."""
+        asked_ns = self._words[layout.W_STOP_REQUEST] or self._stop_asked_ns
+        if self._notice_s is None or not asked_ns:
+            return ""
+        left_s = self._notice_s - (monotonic_ns() - asked_ns) / 1e9
+        needs = [c.save_needs_s() for c in self.checkpointers]
+        known_s = sum(n for n in needs if n is not None)
+        if None in needs and left_s < UNMEASURED_NOTICE_S:
+            return f"{left_s:.1f} s of the notice are left, and how long a save takes is not known yet"
+        if known_s and known_s + NOTICE_MARGIN_S > left_s:
+            return f"a save may take {known_s:.1f} s and {left_s:.1f} s of the notice are left"
+        return ""
 
     def _decision_every(self) -> int:
         """Steps until the next decision: about DECISION_PERIOD_S, growing slowly so that a slow first step misleads nobody."""
@@ -202,7 +292,17 @@ class Run:
         self.channel.report("attached", {"at_ns": monotonic_ns()})
         main = threading.current_thread() is threading.main_thread()
         if not self.supervised and main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda *_: self._stop_signal.set())
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._stop_asked_ns = self._stop_asked_ns or monotonic_ns()
+
+
+def _notice_s() -> float | None:
+    try:
+        return float(os.environ[frames.ENV_PREEMPT_NOTICE_S])
+    except (KeyError, ValueError):
+        return None
 
 
 def _injections() -> list[Injection]:
