@@ -20,9 +20,9 @@ LIMIT_S = 20.0
 class Output:
     """A log thread with its file; `pipe` gives the write end of one rank's stream."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, console_hold_s: float = 1.0) -> None:
         self.folder = folder
-        self.logs = LogThread()
+        self.logs = LogThread(console_hold_s=console_hold_s)
         self.path = folder / "cycle.log"
         self.logs.start_cycle(self.path)
 
@@ -189,6 +189,61 @@ class TestConsole:
         assert got == text
         assert len(output.lines()) == 20_000
 
+    def test_one_that_nobody_reads_stops_nobody(self, tmp_path: Path, console: tuple[int, int]) -> None:
+        """Its output is dropped and counted, the log stays whole, and a line says what is missing once it is read again."""
+        output = Output(tmp_path, console_hold_s=0.2)
+        count, size = 40_000, 100
+        text = b"".join(b"%0*d\n" % (size - 1, n) for n in range(count))
+        shown = threading.Thread(target=send, args=(output.pipe(0, console[1]), text))
+        shown.start()
+        send(output.pipe(1), b"another rank\n")
+        shown.join()
+        lines = output.lines()
+        assert [x for x in lines if x.startswith(b"[rank 0] ")] == [
+            b"[rank 0] %0*d" % (size - 1, n) for n in range(count)
+        ]
+        assert b"[rank 1] another rank" in lines
+        lost_bytes = output.logs.counts().console_lost_bytes
+        assert lost_bytes > 0
+        assert output.logs.counts().lost_bytes == {}
+        kept_bytes = count * size - lost_bytes
+        got = b""
+        while len(got) < kept_bytes:
+            got += os.read(console[0], 1 << 16)
+        assert got == text[:kept_bytes]
+        send(output.pipe(0, console[1]), b"shown again\n")
+        assert output.logs.drain(LIMIT_S)
+        said = b"keepstep: %d bytes were not shown here; the log has them\nshown again\n" % lost_bytes
+        assert os.read(console[0], 1000) == said
+        output.logs.close()
+
+    def test_a_slow_one_gets_everything(self, tmp_path: Path, console: tuple[int, int]) -> None:
+        output = Output(tmp_path, console_hold_s=20.0)
+        text = b"".join(b"line %09d\n" % n for n in range(300_000))
+        writer = threading.Thread(target=send, args=(output.pipe(0, console[1]), text))
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()  # slowed down: little is held here
+        got = bytearray()
+        while len(got) < len(text):
+            got += os.read(console[0], 4096)
+        writer.join()
+        assert bytes(got) == text
+        assert len(output.lines()) == 300_000
+        assert output.logs.counts().console_lost_bytes == 0
+        output.logs.close()
+
+
+class TestLauncher:
+    def test_its_lines_have_a_file_and_wait_for_it(self, tmp_path: Path) -> None:
+        logs = LogThread("node-a")
+        logs.say("before any cycle")
+        logs.start_cycle(tmp_path / "cycle.log", 0)
+        logs.say("later")
+        logs.close()
+        assert (tmp_path / "launcher.log").read_bytes() == b"[node-a] before any cycle\n[node-a] later\n"
+        assert (tmp_path / "cycle.log").read_bytes() == b""
+
 
 class TestFiles:
     def test_a_file_of_its_own_gets_the_raw_bytes_too(self, output: Output, tmp_path: Path) -> None:
@@ -211,6 +266,41 @@ class TestFiles:
         assert output.lines() == [b"before", b"[rank 0] after"]
         output.logs.close()
 
+    def test_the_users_copy(self, tmp_path: Path) -> None:
+        output = Output(tmp_path)
+        output.logs.start_cycle(tmp_path / "cycle.log", 0, tmp_path / "mine_cycle0.log")
+        send(output.pipe(4), b"a\nb\n")
+        assert output.lines() == [b"[rank 4] a", b"[rank 4] b"]
+        assert (tmp_path / "mine_cycle0.log").read_bytes() == b"[rank 4] a\n[rank 4] b\n"
+        output.logs.close()
+
+    def test_a_disk_with_room_for_half_a_line_gets_no_half_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The line is counted as lost, and a later one says so."""
+        output = Output(tmp_path)
+        log_fd = next(int(p.name) for p in Path("/proc/self/fd").iterdir() if p.resolve() == output.path.resolve())
+        whole, full = os.write, threading.Event()
+
+        def write(fd: int, data: bytes) -> int:
+            if fd != log_fd or not full.is_set():
+                return whole(fd, data)
+            if len(data) < 10:
+                raise OSError(28, "No space left on device")
+            return whole(fd, data[:10])
+
+        full.set()
+        monkeypatch.setattr(os, "write", write)
+        send(output.pipe(2), b"a line that does not fit\n")
+        assert output.lines() == []
+        full.clear()
+        send(output.pipe(2), b"fits\n")
+        assert output.lines() == [
+            b"[rank 2] keepstep: 25 bytes lost here (1 lines): the log could not be written",
+            b"[rank 2] fits",
+        ]
+        output.logs.close()
+
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
     def test_a_full_disk_stops_neither_the_rank_nor_the_terminal(self, tmp_path: Path) -> None:
         (tmp_path / "cycle.log").symlink_to("/dev/full")
@@ -219,6 +309,8 @@ class TestFiles:
         send(output.pipe(0, write_end), b"shown\n")
         assert output.logs.drain(LIMIT_S)
         assert os.read(read_end, 100) == b"shown\n"
+        counts = output.logs.counts()
+        assert (counts.lost_bytes, counts.lost_lines) == ({0: 6}, {0: 1})
         output.logs.close()
         os.close(read_end)
         os.close(write_end)

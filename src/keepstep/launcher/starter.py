@@ -20,6 +20,7 @@ from keepstep.launcher.gangcheck import ENV_NODE_NAME
 from keepstep.launcher.learn import worth_learning
 from keepstep.launcher.localcycle import LocalRank
 from keepstep.launcher.logs import LogThread, Stream, wants
+from keepstep.launcher.logstore import copy_path
 from keepstep.launcher.procs import kill_quietly, reap
 from keepstep.launcher.rankmain import RankSpec
 from keepstep.launcher.spawn import (
@@ -131,7 +132,8 @@ class RankStarter:
         errors = self._node_dir / "errors"
         errors.mkdir(parents=True, exist_ok=True, mode=0o700)
         info = self.write_cycle_info(command)
-        self._logs.start_cycle(self._run_dir / "logs" / f"cycle-{command.cycle:04d}.log")
+        copy = copy_path(self._config.log_prefix, command.cycle) if self._config.log_prefix else None
+        self._logs.start_cycle(self._run_dir / "logs" / f"cycle-{command.cycle:04d}.log", command.cycle, copy)
         ranks: list[LocalRank] = []
         specs: list[RankSpec] = []
         files: list[RankFiles] = []
