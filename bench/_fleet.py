@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -132,11 +131,11 @@ class Fleet:
         while time.monotonic() < end:
             self._turn()
 
-    def ask(self, agent: SimulatedAgent, kind: str, make: Callable[[int], m.AgentMessage]) -> None:
-        """Send `make(id)` and count the answer under "answered KIND"."""
+    def ask(self, agent: SimulatedAgent, kind: str, message: m.AgentMessage) -> None:
+        """Send a message under the agent's next id; its answer is counted under "answered KIND"."""
         agent.last_id += 1
         agent.waiting[agent.last_id] = kind
-        self._send(agent, make(agent.last_id))
+        self._send(agent, msgspec.structs.replace(message, id=agent.last_id))
 
     def _turn(self) -> None:
         """Heartbeats that are due, spread evenly over the second, then what the sockets have."""
@@ -279,8 +278,8 @@ class Fleet:
     def _beat(self, agent: SimulatedAgent, now: float) -> None:
         agent.beat_sent_s = now
         completed = int(3 * (now - self._began_s)) if agent.cycle >= 0 else None
-        fields: dict[str, Any] = {"cycle": agent.cycle, "completed": completed, "rtt_s": agent.rtt_s}
-        self.ask(agent, "beat", lambda i: m.Beat(id=i, at_ns=time.time_ns(), **fields))
+        at_ns = time.time_ns()
+        self.ask(agent, "beat", m.Beat(id=0, cycle=agent.cycle, completed=completed, at_ns=at_ns, rtt_s=agent.rtt_s))
 
     def _start(self, agent: SimulatedAgent, command: m.StartCycle) -> None:
         """Ranks are there at once; the rank map is asked for where it is not in the command."""
@@ -288,18 +287,25 @@ class Fleet:
         self.first_ranks.setdefault(command.cycle, []).append(command.first_rank)
         now = time.time_ns()
         ranks = [{"rank": command.first_rank + k, "local_rank": k, "pid": agent.pid + 1 + k} for k in range(RANKS)]
-        fields: dict[str, Any] = {"ranks": ranks, "assigned_ns": now, "started_ns": now}
-        expect = command.cycle > 0
-        self.ask(agent, "started", lambda i: m.Started(id=i, cycle=command.cycle, expect_steps=expect, **fields))
+        started = m.Started(
+            id=0,
+            cycle=command.cycle,
+            ranks=ranks,
+            assigned_ns=now,
+            started_ns=now,
+            # What the script is has shown in its first cycle.
+            expect_steps=command.cycle > 0,
+        )
+        self.ask(agent, "started", started)
         if not command.node_spans:
-            self.ask(agent, "rank map", lambda i: m.GetCycle(id=i, cycle=command.cycle))
+            self.ask(agent, "rank map", m.GetCycle(id=0, cycle=command.cycle))
 
     def _attach(self, agent: SimulatedAgent) -> None:
         """Every rank says that it attached through the trainer library."""
         now = time.time_ns()
         for rank in range(agent.first_rank, agent.first_rank + RANKS):
             note = m.Note(id=0, cycle=agent.cycle, kind="attached", rank=rank, t_ns=now)
-            self.ask(agent, f"attached {agent.cycle}", lambda i, note=note: msgspec.structs.replace(note, id=i))
+            self.ask(agent, f"attached {agent.cycle}", note)
 
     def _stop(self, agent: SimulatedAgent, cycle: int, status: int) -> None:
         now = time.time_ns()
@@ -318,7 +324,7 @@ class Fleet:
             stopped_ns=now,
             next_port=41000 + agent.index,
         )
-        self.ask(agent, f"stopped {cycle}", lambda i: msgspec.structs.replace(stopped, id=i))
+        self.ask(agent, f"stopped {cycle}", stopped)
 
     def _send(self, agent: SimulatedAgent, message: m.AgentMessage) -> None:
         text = to_json(message)

@@ -210,7 +210,7 @@ def end(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[str, f
     """A stop request, until everybody has heard how the job ended; the verdict is checked."""
     asker: SimulatedAgent = next(agent for agent in fleet.agents if agent.welcomed)
     asked = time.monotonic()
-    fleet.ask(asker, "stop request", lambda i: m.StopRequest(id=i, signum=15, node=asker.node))
+    fleet.ask(asker, "stop request", m.StopRequest(id=0, signum=15, node=asker.node))
     fleet.run_until(lambda: fleet.seen["end"] == nodes, LIMIT_S, "end the job")
     figures["stop request to end"] = fleet.last_s["end"] - asked
     figures["memory (RSS), most"] = coordinator.memory_mb("VmHWM")

@@ -53,6 +53,7 @@ class Served:
         self.tls = tls
         self.endpoint = f"127.0.0.1:{free_port()}" if network else ""
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.clients: list[Client] = []
         make_run_dir(self.run_dir)
         make_folder_id(self.run_dir)
         given = {"run_id": RUN, "run_dir": str(self.run_dir), "node": "a", "script": "train.py", "tls": tls, **config}
@@ -103,6 +104,8 @@ class Served:
         for process in self.processes:
             process.kill()
             process.wait()
+        for client in self.clients:
+            client.close()
 
     # ---- clients
 
@@ -160,10 +163,10 @@ class Served:
 class Client:
     """One WebSocket. The challenge is read when it is made."""
 
-    def __init__(self, connection: ClientConnection, served: Served) -> None:
-        self.connection = connection
-        self.served = served
-        self.network = bool(served.endpoint)
+    def __init__(self, opening: ClientConnection, served: Served) -> None:
+        self._stack = contextlib.ExitStack()
+        self.connection = self._stack.enter_context(opening)
+        served.clients.append(self)
         self.welcome: m.Welcome | None = None
         challenge = self.hear()
         assert isinstance(challenge, m.Challenge)
@@ -173,10 +176,15 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.connection.close()
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
 
     def say(self, message: m.AgentMessage) -> None:
-        self.connection.send(to_json(message).decode())
+        """Send; a connection that the other end closes meanwhile is found out by who reads."""
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.send(to_json(message).decode())
 
     def hear(self, limit_s: float = LIMIT_S) -> Any:
         return _decode(self.connection.recv(timeout=limit_s))

@@ -42,7 +42,7 @@ def test_who_may_not_take_part(make_net: MakeNet, reference: Reference) -> None:
     assert another_run.finish() == 1
     assert f"this is run {net.run_id!r}, not 'another-job'" in another_run.output
     assert wrong.finish() == 1
-    assert "token" in wrong.output
+    assert "check that all hosts have the same token" in wrong.output
     assert net.token not in wrong.output + none.output
 
     # A spare whose launcher dies again and again.

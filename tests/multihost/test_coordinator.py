@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.launcher.harness import alive
 from tests.multihost.conftest import MakeNet
 from tests.multihost.hosts import (
     PORT,
@@ -34,15 +35,12 @@ def test_a_dead_coordinator_comes_back_while_ranks_train(make_net: MakeNet, refe
         opened = wait_record(net.run_dir, "open", count=life)
         os.kill(opened["pid"], signal.SIGKILL)
         wait_record(net.run_dir, "open", count=life + 1)
-        done = launches["h2"].wait_line(r"completed (\d+)$")
-        assert done
     launches["h2"].wait_line(r"completed 27$")
-    assert all(os.path.exists(f"/proc/{pid}") for pid in ranks), "ranks were restarted"
+    assert all(alive(pid) for pid in ranks), "ranks were restarted"
     net.open_gate()
     check_success(list(launches.values()), reference(2), printed_by=2)
     assert len(records(net.run_dir, "cycle")) == 1
     assert not records(net.run_dir, "node_lost")
-    assert launches["h1"].summary["phases_ns"].keys(), "a summary is there"
 
 
 def test_another_host_takes_over_when_the_coordinators_host_dies(make_net: MakeNet, reference: Reference) -> None:

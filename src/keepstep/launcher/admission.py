@@ -22,6 +22,8 @@ from keepstep.records.errors import KeepstepError
 
 MAX_FIRST_BYTES = 64 << 10
 FIRST_MESSAGE_S = 30.0
+TOO_BIG = 1009
+"""Close code of RFC 6455, section 7.4.1."""
 
 _decode_hello = msgspec.json.Decoder(m.Hello).decode
 _decode_operator = msgspec.json.Decoder(m.Operator).decode
@@ -46,6 +48,11 @@ class Admission:
         self.refused[why] += 1
         if self.refused[why] == 1:
             print(f"coordinator: refused: {why} (further ones are counted)", file=sys.stderr, flush=True)
+
+    def closed(self, code: int) -> None:
+        """A connection was closed with this code: by this end where a message was longer than any may be."""
+        if code == TOO_BIG:
+            self.count("oversized")
 
     def report(self) -> None:
         """Say how many were refused, at the end."""
@@ -81,9 +88,12 @@ class Admission:
         await socket.send_text(to_json(m.Challenge(epoch=epoch, nonce=nonce)).decode())
         try:
             text = await asyncio.wait_for(socket.receive_text(), FIRST_MESSAGE_S)
-        except (TimeoutError, KeyError):
+        except TimeoutError:
             self.count("silent")
             raise RefusedConnectionError("no first message") from None
+        except KeyError:
+            self.count("malformed")
+            raise RefusedConnectionError("the first message must be text") from None
         if len(text) > MAX_FIRST_BYTES:
             self.count("oversized")
             raise RefusedConnectionError(f"the first message has {len(text)} bytes, at most {MAX_FIRST_BYTES} are read")

@@ -21,7 +21,7 @@ from keepstep.launcher.config import RunConfig
 from keepstep.launcher.environment import stop_notice_s
 from keepstep.launcher.files import RunLock, write_durable
 from keepstep.launcher.guard import Guard
-from keepstep.launcher.lead import Child, coordinator_child, is_own, make_folder_id, split_endpoint
+from keepstep.launcher.lead import Child, coordinator_child, is_own, log_child, make_folder_id, split_endpoint
 from keepstep.launcher.link import Link, RefusedError, Target
 from keepstep.launcher.localcycle import LocalCycle
 from keepstep.launcher.logs import LogThread
@@ -43,6 +43,8 @@ from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
 COORDINATOR_LOST_S = 20.0
 HELD_KEYS = "decision/"
 MAX_HELD = 64
+DRAIN_S = 5.0
+"""How long a launcher waits at its end until the job's log has all of its output."""
 HOLD_OPEN_S = 40.0
 """How long the leader waits for its coordinator to have told everybody how the job ended."""
 
@@ -62,7 +64,11 @@ class Agent:
         self._leads = lock is not None
         self._token = token
         self._started_boot_ns = started_boot_ns
-        self._logs = LogThread()
+        self._several = config.nnodes + config.spares > 1
+        """Whether other launchers take part in this job."""
+        self._shared = self._leads
+        """Whether the coordinator's run folder is this launcher's too."""
+        self._logs = LogThread(config.node)
         self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
         self._starter = RankStarter(config, self._server.path, self._logs, self.say)
         # The leader starts the coordinator again itself; anybody else can only wait so long for it.
@@ -72,12 +78,12 @@ class Agent:
         several = len(config.endpoints) > 1
         self._renewal = Renewal(self._link, config.lease_s, several, self._sample, self._on_extended)
         self._coordinator: Child | None = None
+        self._log_writer: Child | None = None
         self._fenced = False
         self._care = NodeCare(config, self.say, self.infrastructure)
         self._problems: list[str] = []
         self._role = ""
-        fenced_job = config.nnodes + config.spares > 1
-        self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if fenced_job else None
+        self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if self._several else None
         self._cycles = NodeCycles(self, self._starter, self._care, self._guard)
         self._held: dict[str, asyncio.Future[Any]] = {}
         self._signals = 0
@@ -119,6 +125,10 @@ class Agent:
             self._leave_verdict(str(error))
             return EXIT_FAILURE
         finally:
+            await self._cycles.finish(self.config.stop_grace_s + 5)
+            if self._several:
+                # Before the coordinator sees this launcher go: when all have gone, the log writer goes too.
+                await asyncio.to_thread(self._logs.drain, DRAIN_S)
             for task in (link, *others):
                 task.cancel()
             await self._shut_down()
@@ -150,14 +160,16 @@ class Agent:
             write_durable(path, to_pretty_json(verdict))
 
     async def _shut_down(self) -> None:
-        await self._cycles.finish(self.config.stop_grace_s + 5)
         self._starter.close()
         if self._guard is not None:
             self._guard.close()
         if self._coordinator is not None:
             await self._coordinator.end(HOLD_OPEN_S if self.config.nnodes + self.config.spares > 1 else 3.0)
-        self._logs.drain(1.0)
+        if not self._several:
+            self._logs.drain(1.0)
         self._logs.close()
+        if self._log_writer is not None:
+            await self._log_writer.end(DRAIN_S, ask=True)
         await self._server.close()
 
     def _clear_leftovers(self) -> None:
@@ -172,13 +184,13 @@ class Agent:
 
     def say(self, text: str) -> None:
         """One line for the user, also in logs/launcher.log."""
-        with contextlib.suppress(OSError):
-            # Whoever read it may be gone; that stops nothing.
-            print(f"keepstep: {text}", file=sys.stderr, flush=True)
-        own = self.run_dir / "nodes" / self.config.node
-        folder = self.run_dir / "logs" if self._leads else own
-        with contextlib.suppress(OSError), (folder / "launcher.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} [{self.config.node}] {text}\n")
+        line = f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}"
+        self._logs.say(line, console=2, shown=f"keepstep: {text}")
+        if self._several:
+            # The job's own launcher.log has one writer, who may be out of reach: this node keeps a copy.
+            folder = self.run_dir / "nodes" / self.config.node
+            with contextlib.suppress(OSError), (folder / "launcher.log").open("a") as log:
+                log.write(line + "\n")
 
     def _report_end(self, end: m.End) -> int:
         if end.outcome != "succeeded":
@@ -214,6 +226,9 @@ class Agent:
             takes_over=takes_over,
         )
         self._coordinator.start()
+        if self._several:
+            self._log_writer = log_child(self.config, self._sockets, self._token, endpoint, self.say)
+            self._log_writer.start()
 
     def _on_coordinator_left(self) -> None:
         """It ended on purpose: the job is over, or another host has taken over and is where to go now."""
@@ -345,6 +360,10 @@ class Agent:
         # Not the longer one that it may have had: no more than this was promised to this Hello.
         self._renewal.lease_s = welcome.lease_s
         self._renewal.extend(self._link.hello_sent_ns)
+        with contextlib.suppress(OSError):
+            self._shared = self._leads or (self.run_dir / "id").read_text().strip() == welcome.folder_id
+        if welcome.log_addr:
+            self._logs.use_funnel(welcome.log_addr, self.run_id, self.config.node, self._token, self.config.tls)
         if welcome.role != self._role:
             self._role = welcome.role
             if welcome.role == "excluded":
@@ -488,8 +507,26 @@ class Agent:
             self.anchor = self._renewal.clock
 
     def evidence_folder(self, cycle: int) -> Path:
-        """Where evidence of a cycle goes."""
-        return self.run_dir / "evidence" / f"cycle-{cycle:04d}"
+        """Where evidence of a cycle goes: the run folder, or this node's own when that is not shared."""
+        top = self.run_dir if self._shared else self.run_dir / "nodes" / self.config.node
+        return top / "evidence" / f"cycle-{cycle:04d}"
+
+    def send_up(self, cycle: int, folder: Path) -> None:
+        """Evidence of this node, complete now: to the coordinator's host, where that does not see it anyway."""
+        if self._shared:
+            return
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            with contextlib.suppress(OSError):
+                if not self._logs.send_evidence(cycle, path.name, path.read_bytes()):
+                    self.say(f"evidence {path} stays on this node: too large to be sent")
+
+    def log_notes(self) -> dict[str, Any]:
+        """For the cycle record: output of this node that is in no log."""
+        counts = self._logs.counts()
+        if not counts.lost_bytes and not counts.console_lost_bytes:
+            return {}
+        lost = {str(rank): n for rank, n in counts.lost_bytes.items()}
+        return {"log": {"lost_bytes": lost, "console_lost_bytes": counts.console_lost_bytes}}
 
     def failed(self, error: KeepstepError) -> None:
         """This launcher cannot go on."""

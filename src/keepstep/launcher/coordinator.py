@@ -230,7 +230,9 @@ class Coordinator:
             print(f"coordinator: node {node or '?'}: malformed message: {error}", file=sys.stderr, flush=True)
             why = f"malformed message: {error}"
             await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=why))
-        except (WebSocketDisconnect, RuntimeError, asyncio.CancelledError):
+        except WebSocketDisconnect as gone:
+            self.admission.closed(gone.code)
+        except (RuntimeError, asyncio.CancelledError):
             # Cancelled: its node was given up, or came back on another connection.
             pass
         finally:
@@ -248,7 +250,10 @@ class Coordinator:
         except RefusedConnectionError as error:
             await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=str(error)))
             return
-        except (WebSocketDisconnect, RuntimeError):
+        except WebSocketDisconnect as gone:
+            self.admission.closed(gone.code)
+            return
+        except RuntimeError:
             return
         answer: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(("", (message, answer)))

@@ -139,11 +139,13 @@ class Child:
         self._say(f"the {self.name} ended (status {status}); starting it again, ranks go on")
         self.start()
 
-    async def end(self, patience_s: float) -> None:
-        """It leaves by itself when its work is done; one that does not is ended."""
+    async def end(self, patience_s: float, ask: bool = False) -> None:
+        """It leaves by itself when its work is done, or (`ask`) on SIGTERM; one that does not is ended."""
         self._ending = True
         if self.process is None:
             return
+        if ask:
+            self.process.terminate()
         try:
             await asyncio.to_thread(self.process.wait, patience_s)
         except subprocess.TimeoutExpired:
@@ -167,7 +169,9 @@ def coordinator_child(
     arguments = ["--run-dir", config.run_dir, "--socket", str(sockets / "coordinator.sock")]
     arguments += ["--started-ns", str(started_boot_ns), "--launch", secrets.token_hex(8)]
     if endpoint is not None:
-        arguments += ["--listen", endpoint, "--log-addr", log_address(config, endpoint)]
+        arguments += ["--listen", endpoint]
+    if config.nnodes + config.spares > 1:
+        arguments += ["--log-addr", _log_target(config, sockets, endpoint)]
     if stays:
         arguments.append("--stays")
     if takes_over:
@@ -185,11 +189,15 @@ def coordinator_child(
     )
 
 
+def _log_target(config: RunConfig, sockets: Path, endpoint: str | None) -> str:
+    return log_address(config, endpoint) if endpoint is not None else f"unix:{sockets / 'logs.sock'}"
+
+
 def log_child(
     config: RunConfig, sockets: Path, token: bytes | None, endpoint: str | None, say: Callable[[str], None]
 ) -> Child:
     """The one writer of the job's logs when several launchers send them."""
-    where = log_address(config, endpoint) if endpoint is not None else f"unix:{sockets / 'logs.sock'}"
+    where = _log_target(config, sockets, endpoint)
     arguments = ["--run-dir", config.run_dir, "--run-id", config.run_id, "--listen", where]
     if not config.tls:
         arguments.append("--no-tls")
@@ -232,5 +240,5 @@ async def lead_alone(config: RunConfig, sockets: Path, token: bytes | None, star
     try:
         return await ended
     finally:
-        for child in children:
-            await child.end(1.0)
+        await children[0].end(1.0)
+        await children[1].end(5.0, ask=True)

@@ -129,11 +129,11 @@ class LogThread:
                 self._sink.start_cycle(path, copy)
         self._say_early()
 
-    def say(self, text: str, console: int | None = None) -> None:
-        """Lines of the launcher itself: to launcher.log, and to a descriptor without waiting for it."""
+    def say(self, text: str, console: int | None = None, shown: str | None = None) -> None:
+        """Lines of the launcher itself: to launcher.log, and to a descriptor (as `shown`, if given) without waiting for it."""
         data = text.encode(errors="replace")[:MAX_LINE_BYTES] + b"\n"
         if console is not None:
-            self._console(console).write(data)
+            self._console(console).write((shown or text).encode(errors="replace")[:MAX_LINE_BYTES] + b"\n")
         with self._lock:
             if not self._sink.ready:
                 self._early.append(text)

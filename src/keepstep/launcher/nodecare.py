@@ -78,9 +78,14 @@ class NodeCare:
         recorder = hangevidence.Recorder(dump_prefix=prefix, pipe_prefix=prefix)
         await self._collect(folder, pids, True, limit_s, recorder)
 
-    def failure_evidence(self, folder: Path) -> None:
-        """After a failed cycle, beside the restart: kernel log, GPU state, memory counters, core files."""
-        task = asyncio.ensure_future(self._collect(folder, {}, False, EVIDENCE_S, None))
+    def failure_evidence(self, folder: Path, then: Callable[[], None]) -> None:
+        """After a failed cycle, beside the restart: kernel log, GPU state, memory counters, core files; `then` when it is there."""
+
+        async def collect() -> None:
+            await self._collect(folder, {}, False, EVIDENCE_S, None)
+            then()
+
+        task = asyncio.ensure_future(collect())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

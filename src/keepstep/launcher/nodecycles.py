@@ -47,6 +47,12 @@ class CycleOwner(Protocol):
 
     def evidence_folder(self, cycle: int) -> Path: ...
 
+    def send_up(self, cycle: int, folder: Path) -> None:
+        """The evidence in `folder` is complete."""
+        ...
+
+    def log_notes(self) -> dict[str, Any]: ...
+
     def failed(self, error: KeepstepError) -> None:
         """The launcher cannot go on."""
         ...
@@ -208,7 +214,9 @@ class NodeCycles:
         stopped = msgspec.structs.replace(make(0), next_port=self._starter.next_port)
         if check is not None:
             stopped = msgspec.structs.replace(stopped, problems=await check)
-            self._care.failure_evidence(self._owner.evidence_folder(command.cycle) / self.config.node)
+            folder = self._owner.evidence_folder(command.cycle)
+            self._care.failure_evidence(folder / self.config.node, lambda: self._owner.send_up(command.cycle, folder))
+        stopped = msgspec.structs.replace(stopped, notes={**stopped.notes, **self._owner.log_notes()})
         if command.probe and command.node_index == 0:
             stopped = self._with_gang_result(stopped)
         self._say_stopped(stopped, cycle)

@@ -46,7 +46,7 @@ class SlimTls(asyncio.Protocol):
         self, inner: asyncio.Protocol, context: ssl.SSLContext, server_side: bool, on_failure: Callable[[], None]
     ) -> None:
         self.paused = False
-        self._inner = inner
+        self.inner = inner
         self._on_failure = on_failure
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.ssl_object = context.wrap_bio(self._in, self._out, server_side=server_side)
@@ -66,16 +66,16 @@ class SlimTls(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         if self._ready:
-            self._inner.connection_lost(exc)
+            self.inner.connection_lost(exc)
         elif not self._failed:
             self._failed = True
             self._on_failure()
 
     def pause_writing(self) -> None:
-        self._inner.pause_writing()
+        self.inner.pause_writing()
 
     def resume_writing(self) -> None:
-        self._inner.resume_writing()
+        self.inner.resume_writing()
 
     def resume(self) -> None:
         """Hand on what was left when the inner protocol paused, then read again."""
@@ -114,7 +114,7 @@ class SlimTls(asyncio.Protocol):
                 if not data:
                     self.transport.close()
                     return
-                self._inner.data_received(data)
+                self.inner.data_received(data)
         except ssl.SSLError:
             self._fail()
 
@@ -135,7 +135,7 @@ class SlimTls(asyncio.Protocol):
         self._flush()
         self._timer.cancel()
         self._ready = True
-        self._inner.connection_made(_Channel(self))
+        self.inner.connection_made(_Channel(self))
         return True
 
     def _flush(self) -> None:
@@ -167,6 +167,12 @@ class _Channel(asyncio.Transport):
 
     def abort(self) -> None:
         self._tls.transport.abort()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._tls.inner = cast(asyncio.Protocol, protocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._tls.inner
 
     def is_closing(self) -> bool:
         return self._tls.transport.is_closing()

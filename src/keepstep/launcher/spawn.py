@@ -101,7 +101,7 @@ class Zygote:
         except OSError:
             answer = None
         if answer is None:
-            raise ZygoteGoneError("the zygote ended before it was ready (see logs/zygote.log)")
+            raise ZygoteGoneError("the zygote ended before it was ready (see zygote.log in the folder of this node)")
         return answer[0]
 
     async def fork(self, specs: list[RankSpec], files: list[RankFiles]) -> list[int]:
