@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	@$(PYTHON) -m venv $(VENV) || { echo "make: could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check '$(TORCH)' numpy
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --group dev -e '.[all]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --group dev --group integrations -e '.[all]' '$(TORCH)'
 	@touch $@
 
 venv: $(VENV)/.installed ## make .venv with keepstep, torch and the development tools

@@ -165,6 +165,7 @@ class Client:
 
     def __init__(self, opening: ClientConnection, served: Served) -> None:
         self._stack = contextlib.ExitStack()
+        self._kept: list[Any] = []
         self.connection = self._stack.enter_context(opening)
         served.clients.append(self)
         self.welcome: m.Welcome | None = None
@@ -206,13 +207,14 @@ class Client:
         self.say(self.hello(node, **fields))
 
     def ask(self, make: Any) -> m.Reply:
-        """Send `make(id)`, and hear its reply; what comes between is dropped."""
+        """Send `make(id)`, and hear its reply; what comes between is kept for `until`."""
         number = next(_ids)
         self.say(make(number))
         while True:
             message = self.hear()
             if isinstance(message, m.Reply) and message.id == number:
                 return message
+            self._kept.append(message)
 
     def beat(self) -> m.Reply:
         return self.ask(lambda i: m.Beat(id=i))
@@ -220,7 +222,7 @@ class Client:
     def until(self, kind: type[Any]) -> Any:
         """The next message of a kind; what comes before is dropped."""
         while True:
-            message = self.hear()
+            message = self._kept.pop(0) if self._kept else self.hear()
             if isinstance(message, kind):
                 return message
 
@@ -250,12 +252,12 @@ class Client:
 
 
 @contextlib.contextmanager
-def serving(network: bool = False, tls: bool = True, **config: Any) -> Iterator[Served]:
+def serving(*more: str, network: bool = False, tls: bool = True, **config: Any) -> Iterator[Served]:
     """A started coordinator in a folder in memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         served = Served(Path(folder), network, tls, **config)
         try:
-            served.start()
+            served.start(*more)
             yield served
         finally:
             served.close()

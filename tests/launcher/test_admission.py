@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from keepstep.launcher import admission, messages as m
+from keepstep.launcher import admission
+from keepstep.launcher import messages as m
 from keepstep.launcher.admission import MAX_FIRST_BYTES, Admission, RefusedConnectionError
 from keepstep.launcher.trust import make_token, prove
 from keepstep.records.codec import to_json

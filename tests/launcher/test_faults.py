@@ -159,7 +159,7 @@ def test_training_goes_on_while_the_coordinator_is_dead_and_a_later_fault_is_han
     assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
     assert "the coordinator ended" in launch.output
     assert len(launch.cycles) == 2
-    assert launch.cycles[1].restored_step == 20
+    assert launch.cycles[1].restored_step in (10, 20)  # whether the save of step 20 was done by then
     assert sorted(p.name for p in (launch.run_dir / "journal").iterdir()) == ["000001.jsonl", "000002.jsonl"]
     launch.check_partition()
 
@@ -272,6 +272,7 @@ def test_killed_launcher_takes_its_ranks_along_and_the_run_can_be_resumed(tmp_pa
     launch = Launch(tmp_path, training(total=100000), *TWO)
     pids = [int(launch.wait_line(r"^restored 0 pid (\d+)", count=n).group(1)) for n in (1, 2)]
     launch.wait_line(r"^completed 12$", count=2)
+    wait_until(lambda: any(m.kind == "committed" for m in launch.marks))
     launch.signal(signal.SIGKILL)
     launch.finish()
     for pid in pids:
@@ -281,7 +282,7 @@ def test_killed_launcher_takes_its_ranks_along_and_the_run_can_be_resumed(tmp_pa
     code, again = run(tmp_path, training(), *TWO)
     assert code == 0, again.output
     assert not any(alive(pid) for pid in pids)
-    assert again.wait_line(r"^restored (\d+)").group(1) == "10"
+    assert int(again.wait_line(r"^restored (\d+)").group(1)) >= 10
     assert again.wait_line(r"^end 30 (\S+)").group(1) == reference
 
 

@@ -98,6 +98,13 @@ class TestLoss:
         assert lost_at(book(clock, 2 * BASE_S), clock) == pytest.approx(clock.now + MARGIN * 2 * BASE_S + KILL_S)
         assert lost_at(LeaseBook(BASE_S, clock), clock) == pytest.approx(clock.now + MARGIN * BASE_S + KILL_S)
 
+    def test_it_counts_from_when_it_listens_since_nodes_that_find_nobody_go_on_until_then(self) -> None:
+        clock = Clock()
+        leases = LeaseBook(BASE_S, clock)
+        clock.now += 4 * BASE_S
+        leases.begin()
+        assert lost_at(leases, clock) == pytest.approx(clock.now + MARGIN * BASE_S + KILL_S)
+
     def test_silence_while_the_coordinator_stood_still_does_not_count(self) -> None:
         clock = Clock()
         leases = book(clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from tests.launcher.harness import alive
 from tests.multihost.conftest import MakeNet
 from tests.multihost.hosts import (
     PORT,
+    Death,
     check_success,
     pids_of,
     records,
@@ -101,3 +103,26 @@ def test_a_takeover_in_time_costs_no_cycle(make_net: MakeNet, reference: Referen
     net.open_gate()
     check_success([launches["h2"], launches["h3"]], reference(2), printed_by=2)
     assert len(records(net.run_dir, "cycle")) == 1
+
+
+def test_a_coordinator_that_stood_still_leaves_when_another_has_taken_over(
+    make_net: MakeNet, reference: Reference
+) -> None:
+    net = make_net(3)
+    net.endpoints = f"{net.hosts[0].address}:{PORT},{net.hosts[1].address}:{PORT}"
+    launches = {h.name: h.launch("--nnodes", "2", "--spares", "1") for h in net.hosts}
+    before = wait_cycle(net.run_dir, 0)
+    launches["h1"].wait_line(r"completed 7$")
+    old = wait_record(net.run_dir, "open")["pid"]
+    gone = Death(old)
+    os.kill(old, signal.SIGSTOP)
+    wait_record(net.run_dir, "open", count=2)
+    woken_ns = time.time_ns()
+    os.kill(old, signal.SIGCONT)
+    assert gone.at_ns() > woken_ns
+    launches["h1"].wait_line(r"completed 25$")
+    net.open_gate()
+    check_success(list(launches.values()), reference(2), printed_by=2)
+    opened = records(net.run_dir, "open")
+    assert [(r["epoch"], r["attempt"]) for r in opened] == [(1, 0), (2, 0)], "they took it from each other"
+    assert set(seats(records(net.run_dir, "cycle")[-1])) <= {*seats(before), *before["spares"]}

@@ -28,9 +28,10 @@ Reference = Callable[[int], str]
 CONF = f"--rdzv-conf=lease={LEASE_S:g}"
 
 
-def start(net: Net, *flags: str) -> dict[str, Launch]:
-    """One launcher on every host, by name."""
-    return {h.name: h.launch(*flags) for h in net.hosts}
+def start(net: Net, *flags: str, shared: bool = True) -> dict[str, Launch]:
+    """One launcher on every host, by name. `shared`: they have one run folder; else only the first host's has the journal."""
+    folders = {h.name: net.run_dir if shared or h is net.hosts[0] else net.folder / f"run-{h.name}" for h in net.hosts}
+    return {h.name: h.launch(*flags, run_dir=folders[h.name]) for h in net.hosts}
 
 
 def lost(run_dir: Path, node: str) -> dict[str, Any]:
@@ -44,9 +45,12 @@ def kept_their_ranks(before: dict[str, Any], after: dict[str, Any], gone: dict[s
     assert sorted(map(tuple, after["substituted"])) == sorted(gone.items())
 
 
-def test_a_dead_launcher_is_replaced_at_once_on_its_guardians_word(make_net: MakeNet, reference: Reference) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_dead_launcher_is_replaced_at_once_on_its_guardians_word(
+    shared: bool, make_net: MakeNet, reference: Reference
+) -> None:
     net = make_net(3)
-    launches = start(net, "--nnodes", "2", "--spares", "1")
+    launches = start(net, "--nnodes", "2", "--spares", "1", shared=shared)
     before = wait_cycle(net.run_dir, 0)
     (spare,) = before["spares"]
     victim = next(node for node in seats(before) if node != "h1")

@@ -204,6 +204,10 @@ class Coordinator:
             _, refused = self.job.join(hello, hello.node in self._connections, self.anchor.now())
             if refused is not None:
                 self.admission.count("refused_join")
+                if refused.result and self.job.shape.movable and self.leases.expired([hello.node]):
+                    # All may be silent, so that the watcher gives up none; of this one somebody has to know.
+                    self._lost[hello.node] = "its lease is over, and its host is another or was started again"
+                    self._queue.put_nowait(("", None))
                 await self.admission.refuse(socket, refused)
                 return
             node = hello.node
@@ -283,6 +287,7 @@ class Coordinator:
 
     async def serve(self) -> None:
         """Handle messages until the job is over and every agent knows."""
+        self.leases.begin()
         beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._write_views())]
         try:
             while not self._finished():

@@ -60,6 +60,7 @@ def application(coordinator: Coordinator, fence: bytes, network: bool) -> Starle
         async for part in request.stream():
             body += part
             if len(body) > MAX_FENCE_BYTES:
+                coordinator.admission.count("oversized")
                 return JSONResponse({"ok": False}, 413)
         try:
             word = json.loads(body)

@@ -146,10 +146,10 @@ def tell(word: dict[str, Any]) -> None:
     for _ in range(TELL_TRIES):
         for target in word["targets"]:
             try:
-                connection = _connection(target, word["tls"])
-                connection.request("POST", "/fenced", body, {"Content-Type": "application/json"})
-                if connection.getresponse().status == http.client.OK:
-                    return
+                with contextlib.closing(_connection(target, word["tls"])) as connection:
+                    connection.request("POST", "/fenced", body, {"Content-Type": "application/json"})
+                    if connection.getresponse().status == http.client.OK:
+                        return
             except (OSError, http.client.HTTPException):
                 continue
         time.sleep(0.1)

@@ -36,6 +36,10 @@ class LeaseBook:
         self._until: dict[str, float] = {}
         """When the last of a node's leases is over here, whichever of them it heard of."""
 
+    def begin(self) -> None:
+        """From now on whoever asks finds a listener: a node that found none counts its lease from a time before this."""
+        self._started = self._clock()
+
     def heard(self, node: str) -> None:
         """Anything came from `node`."""
         self._heard[node] = self._clock()
