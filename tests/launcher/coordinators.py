@@ -35,6 +35,7 @@ LIMIT_S = 20.0
 RUN = "run-1"
 TOKEN = make_token().encode()
 _decode = msgspec.json.Decoder(m.FromCoordinator).decode
+MAIN = "from keepstep.launcher.coordinatormain import main; main()"
 _ids = itertools.count(10)
 
 
@@ -50,6 +51,8 @@ class Served:
         self.folder = folder
         self.run_dir = folder / "run"
         self.socket = folder / "c.sock"
+        self.before = ""
+        """Code that runs in the process first: a limit made shorter."""
         self.tls = tls
         self.endpoint = f"127.0.0.1:{free_port()}" if network else ""
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -62,7 +65,7 @@ class Served:
 
     def start(self, *more: str, launch: str = "first", token: bytes | None = TOKEN) -> subprocess.Popen[bytes]:
         """Start one (another, where one runs) and wait until it listens."""
-        command = [sys.executable, "-m", "keepstep.launcher.coordinatormain", "--run-dir", str(self.run_dir)]
+        command = [sys.executable, "-c", f"{self.before}{MAIN}", "--run-dir", str(self.run_dir)]
         command += ["--socket", str(self.socket), "--started-ns", str(boot_ns()), "--launch", launch, *more]
         fds: list[int] = []
         if self.endpoint:
@@ -252,10 +255,11 @@ class Client:
 
 
 @contextlib.contextmanager
-def serving(*more: str, network: bool = False, tls: bool = True, **config: Any) -> Iterator[Served]:
+def serving(*more: str, network: bool = False, tls: bool = True, before: str = "", **config: Any) -> Iterator[Served]:
     """A started coordinator in a folder in memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         served = Served(Path(folder), network, tls, **config)
+        served.before = before
         try:
             served.start(*more)
             yield served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import boot_id
@@ -22,6 +24,7 @@ from tests.launcher.coordinators import RUN, TOKEN, Client, Served, serving
 from tests.launcher.harness import wait_until
 
 LONG_S = 60.0
+SHORT_HOLD = "import keepstep.launcher.coordinator as c; c.HOLD_OPEN_S = 1.0; "
 
 
 def both(served: Served, **fields: Any) -> tuple[Client, Client]:
@@ -76,6 +79,34 @@ class TestSlowReaders:
         again = served.join("b")
         assert again.beat().ok
         assert served.status()["phase"] == "running"
+
+
+class TestNames:
+    @pytest.mark.parametrize("boots", [("x", "x"), ("x", "y")], ids=["one host", "two hosts"])
+    def test_two_launchers_that_come_under_one_name_at_once(self, served: Served, boots: tuple[str, str]) -> None:
+        clients = [served.connect(), served.connect()]
+        pid = served.processes[-1].pid
+        os.kill(pid, signal.SIGSTOP)
+        for index, client in enumerate(clients):
+            client.greet("a", pid=100 + index, boot_id=boots[index])
+        os.kill(pid, signal.SIGCONT)
+        welcomed = []
+        for index, client in enumerate(clients):
+            with contextlib.suppress(ConnectionClosed):
+                if isinstance(client.hear(), m.Welcome):
+                    welcomed.append(index)
+        (winner,) = welcomed
+        assert clients[winner].beat().ok
+        with served.connect() as again:
+            again.greet("a", pid=101 - winner, boot_id=boots[1 - winner])
+            assert f"node name 'a' is taken by host h pid {100 + winner}" in (again.hear().error or "")
+
+    def test_a_second_hello_on_a_connection_has_no_effect(self, served: Served) -> None:
+        a = served.join("a")
+        a.greet("b", pid=7)
+        a.greet("a", pid=8)
+        assert a.beat().ok
+        assert served.status()["nodes"] == {"a": "waiting"}
 
 
 class TestLeases:
@@ -237,6 +268,22 @@ class TestEnd:
         assert late.until(m.End).outcome == "succeeded"
         late.close()
         assert process.wait(20) == 0
+
+    @pytest.mark.parametrize("stuck", [True, False], ids=["connected", "away"])
+    def test_it_is_held_open_for_so_long_and_no_longer(self, stuck: bool) -> None:
+        """A node that stands still with its connection open is no reason to stay either."""
+        with serving(before=SHORT_HOLD, nnodes=2, lease_s=LONG_S) as served:
+            a, b = both(served)
+            assert b.stopped(0, 1).ok
+            if not stuck:
+                b.close()
+                wait_until(lambda: served.status()["connected"] == ["a"])
+            began = time.monotonic()
+            assert a.stopped(0, 0).ok
+            a.until(m.End)
+            a.close()
+            assert served.processes[-1].wait(20) == 0
+            assert time.monotonic() - began >= 1.0
 
     def test_everybody_has_heard_it_and_it_leaves(self, served: Served) -> None:
         a, b = both(served)

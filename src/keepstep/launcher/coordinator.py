@@ -54,8 +54,10 @@ _decode = msgspec.json.Decoder(m.FromAgent).decode
 class Connection:
     """One agent's WebSocket with what waits to be sent to it."""
 
-    def __init__(self, socket: WebSocket, node: str) -> None:
-        self.node = node
+    def __init__(self, socket: WebSocket, hello: m.Hello) -> None:
+        self.node = hello.node
+        self.hello = hello
+        """What it began with; no other Hello counts."""
         self.welcomed = False
         """Commands wait until its Hello is part of the state."""
         self.last_command: str | None = None
@@ -214,7 +216,7 @@ class Coordinator:
             before = self._connections.get(node)
             if before is not None:
                 before.close()
-            connection = self._connections[node] = Connection(socket, node)
+            connection = self._connections[node] = Connection(socket, hello)
             self.leases.heard(node)
             self._queue.put_nowait((node, hello))
             while True:
@@ -309,12 +311,11 @@ class Coordinator:
         now = asyncio.get_running_loop().time()
         if self._done_since is None:
             self._done_since = now
-        if self._connections:
-            return False
         assert self.job.verdict is not None
         awaited = set(self.job.nodes) - self._heard_end
         held = now - self._done_since
-        if awaited and held < HOLD_OPEN_S:
+        # Also a node that stands still with its connection open is waited for no longer than that.
+        if (self._connections or awaited) and held < HOLD_OPEN_S:
             return False
         # Nodes that were lost for good must not hold up a job that ended well.
         back = bool(self.job.away) and self.job.verdict.outcome in ("no_restart", "failed")
@@ -390,14 +391,17 @@ class Coordinator:
     def _handle(self, node: str, message: m.FromAgent, take: Any) -> m.FromCoordinator:
         job, epoch = self.job, self.journal.epoch
         if isinstance(message, m.Hello):
+            connection = self._connections.get(node)
+            if connection is None or connection.hello is not message:
+                # Of two that connected under one name the later one counts; the other is told when it tries again.
+                return m.Reply(epoch=epoch, id=-1)
             # Asked again: since the connection began, another node may have taken the name.
             records, refused = job.join(message, False, self.anchor.now())
             if refused is not None:
                 return refused
             take(records)
-            if node in self._connections:
-                self._connections[node].welcomed = True
-                self._just_welcomed.append(node)
+            connection.welcomed = True
+            self._just_welcomed.append(node)
             return m.Welcome(
                 epoch=epoch,
                 attempt=job.attempt,
