@@ -29,6 +29,7 @@ def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flag
     from keepstep.launcher.agent import run_agent
     from keepstep.launcher.clock import boot_ns
     from keepstep.launcher.files import make_run_dir, socket_dir, write_durable
+    from keepstep.launcher.runfolder import set_aside_verdict
     from keepstep.launcher.trust import find_token, require_token
     from keepstep.records.codec import to_pretty_json
 
@@ -45,7 +46,7 @@ def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flag
     make_run_dir(run_dir)
     lock = _take_the_lead(config, run_dir)
     if lock is not None:
-        _set_aside_verdict(run_dir)
+        set_aside_verdict(run_dir)
         write_durable(run_dir / "run.json", to_pretty_json(config))
         _check_syntax(config, run_dir)
     (run_dir / "nodes" / config.node).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,14 +103,6 @@ def _check_syntax(config: RunConfig, run_dir: Path) -> None:
         write_durable(run_dir / "verdict.json", to_pretty_json(verdict))
         print(f"keepstep: {config.script} does not compile; no rank was started\n{text}", end="", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
-
-
-def _set_aside_verdict(run_dir: Path) -> None:
-    """An earlier attempt's verdict must not be taken for this one's."""
-    verdict = run_dir / "verdict.json"
-    if verdict.exists():
-        number = len(list(run_dir.glob("verdict-*.json")))
-        verdict.rename(run_dir / f"verdict-{number:04d}.json")
 
 
 def _print_dry_run(config: RunConfig) -> None:

@@ -102,7 +102,10 @@ class Agent:
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
         if self._leads:
             make_folder_id(self.run_dir)
-            self._start_coordinator(self.config.endpoints[0] if self.config.endpoints else None)
+            endpoint = self.config.endpoints[0] if self.config.endpoints else None
+            # Other launchers may live on under the coordinator of this one's former life: their attempt goes on.
+            goes_on = self._several and listens(str(self._sockets / "coordinator.sock"))
+            self._start_coordinator(endpoint, takes_over=goes_on)
         if self._guard is not None:
             self._guard.start()
         self._starter.start()
@@ -178,7 +181,7 @@ class Agent:
         Those of another launcher of this very life (several on one machine) answer through their agent's socket.
         """
         for pid, environment in with_environment(ENV_RUN_DIR, self.config.run_dir).items():
-            if pid != os.getppid() and not _listens(environment.get(ENV_AGENT_SOCKET, "")):
+            if pid != os.getppid() and not listens(environment.get(ENV_AGENT_SOCKET, "")):
                 self.say(f"ending process {pid}, left over from an earlier life of run {self.run_id!r}")
                 kill_quietly(pid, signal.SIGKILL)
 
@@ -540,7 +543,7 @@ class Agent:
         return pids | self._starter.pids() | (self._guard.pids if self._guard is not None else set())
 
 
-def _listens(path: str) -> bool:
+def listens(path: str) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.files import write_durable
+from keepstep.launcher.journal import epochs
+from keepstep.launcher.runfolder import set_aside_verdict
 from keepstep.records.errors import KeepstepError
 
 MAX_DEATHS = 5
@@ -212,7 +214,10 @@ async def lead_alone(config: RunConfig, sockets: Path, token: bytes | None, star
 
     Raises KeepstepError when the coordinator does not stay up.
     """
-    make_folder_id(Path(config.run_dir))
+    run_dir = Path(config.run_dir)
+    make_folder_id(run_dir)
+    # Without a verdict the launchers of a former life of this coordinator may live on, and their attempt with them.
+    goes_on = bool(epochs(run_dir)) and not set_aside_verdict(run_dir)
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -232,7 +237,18 @@ async def lead_alone(config: RunConfig, sockets: Path, token: bytes | None, star
         loop.add_signal_handler(signum, end, int(signum))
     endpoint = config.endpoints[0]
     children = [
-        coordinator_child(config, sockets, token, started_boot_ns, endpoint, say, hopeless, lambda: end(0), stays=True),
+        coordinator_child(
+            config,
+            sockets,
+            token,
+            started_boot_ns,
+            endpoint,
+            say,
+            hopeless,
+            lambda: end(0),
+            stays=True,
+            takes_over=goes_on,
+        ),
         log_child(config, sockets, token, endpoint, say),
     ]
     for child in children:

@@ -123,6 +123,16 @@ def write_cycle(run_dir: Path, record: Cycle) -> None:
     link.replace(current)
 
 
+def set_aside_verdict(run_dir: Path) -> bool:
+    """An earlier attempt's verdict must not be taken for this one's. Returns whether there was one."""
+    verdict = run_dir / "verdict.json"
+    if not verdict.exists():
+        return False
+    number = len(list(run_dir.glob("verdict-*.json")))
+    verdict.rename(run_dir / f"verdict-{number:04d}.json")
+    return True
+
+
 def write_summary(run_dir: Path, job: JobState) -> None:
     """summary.json: what `keepstep goodput RUN -o json` prints."""
     summary = summarise(job.run_id, job.attempt, job.marks, read_cycles(run_dir))

@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError
 
-CALL_TIMEOUT_S = 60.0
-"""How long one request may take that does not wait for somebody else; covers a restart of the coordinator."""
+CALL_TIMEOUT_S = 660.0
+"""How long one request may take that does not wait for somebody else: longer than launchers wait for a coordinator."""
 
 
 class _Absent(Enum):
