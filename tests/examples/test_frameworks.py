@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tests.launcher.harness import Launch, wait_until
@@ -57,7 +57,8 @@ def start(folder: Path, framework: Framework) -> Launch:
     folder.mkdir()
     script = [str(EXAMPLES / framework.example), "--output", str(folder / "out"), "--epochs", str(EPOCHS)]
     args = (*script, "--step-seconds", "0.03", *framework.args)
-    return Launch(folder, None, "--nproc-per-node", "2", args=args, **framework.env)
+    env: dict[str, Any] = dict(framework.env)
+    return Launch(folder, None, "--nproc-per-node", "2", args=args, **env)
 
 
 def test_script_does_not_import_keepstep(framework: Framework) -> None:

@@ -222,12 +222,16 @@ class Client:
     def beat(self) -> m.Reply:
         return self.ask(lambda i: m.Beat(id=i))
 
+    def up_to(self, kind: type[Any]) -> list[Any]:
+        """All messages up to the next one of a kind."""
+        found: list[Any] = []
+        while not found or not isinstance(found[-1], kind):
+            found.append(self._kept.pop(0) if self._kept else self.hear())
+        return found
+
     def until(self, kind: type[Any]) -> Any:
         """The next message of a kind; what comes before is dropped."""
-        while True:
-            message = self._kept.pop(0) if self._kept else self.hear()
-            if isinstance(message, kind):
-                return message
+        return self.up_to(kind)[-1]
 
     # ---- a life in short
 

@@ -20,6 +20,8 @@ from keepstep.records.codec import to_json
 from tests.launcher.coordinators import RUN, TOKEN, Client, Served, serving
 
 OTHER = make_token().encode()
+TOO_BIG = (1009, 1006)
+"""What a client sees of the close: its reset may overtake the frame that says why."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ class TestFirstMessage:
     def test_one_that_is_longer_than_any_message(self, served: Served, good: Client) -> None:
         with one_more(served, good, "oversized"), served.connect(network=True) as client:
             client.greet("b", levels=["x" * m.MAX_MESSAGE_BYTES])
-            assert client.hear_end() == 1009
+            assert client.hear_end() in TOO_BIG
 
     def test_a_binary_one(self, served: Served, good: Client) -> None:
         with one_more(served, good, "malformed"), served.connect(network=True) as client:
@@ -218,7 +220,7 @@ class TestAfterTheFirst:
     def test_an_oversized_message_of_a_node(self, served: Served, good: Client) -> None:
         with served.join("b", network=True) as client, one_more(served, good, "oversized"):
             client.say(m.KvSet(id=1, key="k", value="x" * m.MAX_MESSAGE_BYTES))
-            assert client.hear_end() == 1009
+            assert client.hear_end() in TOO_BIG
 
     def test_a_message_about_a_cycle_that_is_not(self, served: Served, good: Client) -> None:
         with served.join("b", network=True) as client, one_more(served, good, "old_cycle"):

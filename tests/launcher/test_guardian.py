@@ -40,7 +40,8 @@ async def main():
     word["pid"] = os.getpid()
     guard = Guard(word, lambda: print("expired", flush=True), lambda text: print("say", text, flush=True))
     guard.start()
-    script = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).wait()"
+    below = "[sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True"
+    script = f"import subprocess, sys; subprocess.Popen({below}).wait()"
     children = [subprocess.Popen([sys.executable, "-c", script], start_new_session=True) for _ in range(ranks)]
     guard.extend(time.monotonic_ns() + int(lease_s * 1e9))
     guard.ranks_started([c.pid for c in children])
@@ -69,7 +70,7 @@ asyncio.run(main())
 
 
 class TestAgent:
-    """A launcher in miniature: a process with a Guard and ranks that have a child each."""
+    """A launcher in miniature: a process with a Guard and ranks that have a child each, in a session of its own."""
 
     __test__ = False
 
@@ -114,6 +115,9 @@ class TestAgent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                for below in Path(f"/proc/{rank}/task/{rank}/children").read_text().split():
+                    os.kill(int(below), signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)
         self.process.wait()

@@ -20,7 +20,8 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.journal import epoch_path
 from keepstep.records.codec import to_json
 from keepstep.records.timeline import Mark
-from tests.launcher.lives import LIVES, STEP_NS, Closed, Event, Lead, Marker, dump, replayed
+from tests.launcher.lives import STEP_NS, Closed, Event, Lead, Marker, dump, replayed
+from tests.launcher.whole_lives import LIVES
 
 CLOCK_MARKS = {"cycle_started", "decided", "replaced", "cycle_ended", "run_ended"}
 """Marks whose time is the coordinator's own clock and not a message's."""

@@ -13,6 +13,7 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.journal import read_records
 from keepstep.records.codec import to_json
 from tests.launcher.lives import (
+    BUG,
     ONE,
     TWO,
     Lead,
@@ -207,6 +208,50 @@ class TestRequests:
             "rule": "node_excluded",
         }
         assert lead.job.counted == 0
+
+
+class TestBeforeTheFirstStep:
+    """Every rank of a script with steps fails by itself before any step: another try would meet the same."""
+
+    def bug(self, rank: int, **fields: Any) -> m.Failure:
+        return failure(rank, 1, **{**BUG, **fields})
+
+    def test_on_all_ranks(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, shape(2))
+        lead.tell(hello("a"), hello("b"), *training(0, 0, TWO))
+        lead.tell(*broken(0, *[self.bug(r) for r in range(4)], step=None, places=TWO))
+        assert lead.ending == ("failed", 42, "code_bug")
+        assert lead.job.verdict is not None
+        assert lead.job.verdict.message == "every rank failed before the first step: ValueError at train.py:7 in main"
+
+    def test_on_some_ranks_it_may_be_the_machine(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, shape(2))
+        lead.tell(hello("a"), hello("b"), *training(0, 0, TWO))
+        lead.tell(*broken(0, *[self.bug(r) for r in range(3)], step=None, places=TWO))
+        assert (lead.ending, lead.job.counted) == (None, 1)
+
+    def test_not_after_a_step_of_an_earlier_cycle(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, shape())
+        lead.tell(hello("a"), *training(0, 3, ONE), *broken(0, failure(1, -9)), *training(1, 0, ONE))
+        lead.tell(*broken(1, *[self.bug(r) for r in (0, 1)], step=None))
+        assert (lead.ending, lead.job.counted) == (None, 2)
+
+    def test_not_for_a_script_that_reports_no_steps(self, run_dir: Path) -> None:
+        lead = Lead(run_dir, shape())
+        lead.tell(hello("a"), started("a", 0, [0, 1], expect_steps=False))
+        lead.tell(*broken(0, *[self.bug(r) for r in (0, 1)], step=None))
+        assert (lead.ending, lead.job.counted) == (None, 1)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"error_type": "OSError"}, {"error_type": "torch.distributed.DistNetworkError"}, {"injected": True}],
+        ids=["disk", "network", "injected"],
+    )
+    def test_not_for_what_says_nothing_about_the_script(self, run_dir: Path, fields: dict[str, Any]) -> None:
+        lead = Lead(run_dir, shape())
+        lead.tell(hello("a"), *training(0, 0, ONE))
+        lead.tell(*broken(0, self.bug(0), self.bug(1, **fields), step=None))
+        assert (lead.ending, lead.job.counted) == (None, 1)
 
 
 class TestSharedKeys:

@@ -34,7 +34,9 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "run": Verb("keepstep.cli.run:run", "Supervise a training job; takes torchrun's flags.", "launch"),
-    "coordinator": Verb("keepstep.cli.coordinator:coordinator", "Run a job's coordinator on a host of its own.", "launch"),
+    "coordinator": Verb(
+        "keepstep.cli.coordinator:coordinator", "Run a job's coordinator on a host of its own.", "launch"
+    ),
     "demo": Verb("keepstep.cli.demo:demo", "Train, break it, resume and account, on this machine.", "launch"),
     "goodput": Verb("keepstep.cli.goodput:goodput", "Say where the wall-clock of a run went."),
     "check": Verb("keepstep.cli.check:check", "Check this node, or the bandwidth of a job's nodes."),

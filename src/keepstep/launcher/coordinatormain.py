@@ -176,7 +176,9 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--started-ns", type=int, required=True, help="CLOCK_BOOTTIME when the launcher started")
-    parser.add_argument("--launch", required=True, help="id of the launcher's life; the same one goes on with its attempt")
+    parser.add_argument(
+        "--launch", required=True, help="id of the launcher's life; the same one goes on with its attempt"
+    )
     parser.add_argument("--listen", default="", help="HOST:PORT for launchers on other hosts")
     parser.add_argument("--log-addr", default="", help="HOST:PORT of the log funnel")
     parser.add_argument("--token-fd", type=int, default=None)
@@ -196,7 +198,7 @@ def main() -> None:
 
 def collect_seldom() -> None:
     """Look for cycles of garbage seldom: at 2,048 nodes half a million objects stay, and going through them again and again
-    while they came was a third of the processor time of a start (bench/coordinator_scale.py).
+    while they came was a quarter of the processor time of a start (bench/coordinator_scale.py).
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
@@ -209,7 +211,9 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < BACKLOG:
-        print(f"coordinator: at most {hard} open files (was {soft}): a job of more nodes needs ulimit -n", file=sys.stderr)
+        print(
+            f"coordinator: at most {hard} open files (was {soft}): a job of more nodes needs ulimit -n", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

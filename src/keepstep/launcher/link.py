@@ -6,7 +6,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
 import msgspec
@@ -240,7 +240,7 @@ class Link:
             entry[1].set_exception(error)
 
 
-async def knock(targets: list[Target]) -> AsyncIterator[Target]:
+async def knock(targets: list[Target]) -> AsyncGenerator[Target, None]:
     """The order in which to try places: as given, but of several hosts those first that answer first.
 
     A host that is gone does not answer at all, and must not keep anybody from the one that has taken over. Hosts that say nothing
