@@ -29,8 +29,8 @@ from _fleet import RANKS, Fleet, SimulatedAgent
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import boot_ns
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.guardian import tell
-from keepstep.launcher.lead import make_folder_id
+from keepstep.launcher.coordination.lead import make_folder_id
+from keepstep.launcher.node.guardian import tell
 from keepstep.launcher.trust import fence_key, make_token
 from keepstep.records.codec import from_json, to_pretty_json
 from keepstep.records.cycle import VerdictFile
@@ -93,7 +93,7 @@ def start_coordinator(run_dir: Path, nodes: int, tls: bool, profile: Path | None
     os.write(write_end, token)
     os.close(write_end)
     command = [sys.executable, *(["-m", "cProfile", "-o", str(profile)] if profile else [])]
-    command += ["-m", "keepstep.launcher.coordinatormain", "--run-dir", str(run_dir)]
+    command += ["-m", "keepstep.launcher.coordination.coordinatormain", "--run-dir", str(run_dir)]
     command += ["--socket", str(run_dir / "coordinator.sock"), "--listen", f"127.0.0.1:{address[1]}"]
     command += ["--started-ns", str(boot_ns()), "--launch", secrets.token_hex(8), "--token-fd", str(read_end)]
     with (run_dir / "logs" / "launcher.log").open("ab") as log:
@@ -253,8 +253,8 @@ def rows(jobs: list[Job], control: dict[str, list[float]], nodes: int) -> list[R
 
 def log_rows(folder: Path, nodes: int) -> list[Result]:
     """The log funnel at the same size, where this keepstep has one (bench/log_funnel.py has more)."""
-    if importlib.util.find_spec("keepstep.launcher.logserver") is None:
-        note = "not measured: this keepstep has no keepstep.launcher.logserver"
+    if importlib.util.find_spec("keepstep.launcher.output.logserver") is None:
+        note = "not measured: this keepstep has no keepstep.launcher.output.logserver"
         return [Result(f"log funnel on file, {nodes} agents", "keepstep", "MB/s", note=note)]
     import log_funnel
 

@@ -26,9 +26,9 @@ from typing import cast
 import msgspec
 
 from _common import Result, argument_parser, emit, say
-from keepstep.launcher import logwire as w
-from keepstep.launcher.logbuffer import FRAME_BYTES, WINDOW_BYTES
-from keepstep.launcher.slimtls import SlimTls
+from keepstep.launcher.output import logwire as w
+from keepstep.launcher.output.logbuffer import FRAME_BYTES, WINDOW_BYTES
+from keepstep.launcher.output.slimtls import SlimTls
 from keepstep.launcher.trust import client_context, prove
 
 RUN = "bench"
@@ -99,7 +99,7 @@ def start_writer(folder: Path, token: bytes, tls: bool) -> tuple[subprocess.Pope
     read_end, write_end = os.pipe()
     os.write(write_end, token)
     os.close(write_end)
-    command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(folder), "--run-id", RUN]
+    command = [sys.executable, "-m", "keepstep.launcher.output.logserver", "--run-dir", str(folder), "--run-id", RUN]
     command += ["--listen", "127.0.0.1:0", "--token-fd", str(read_end), "--memory-mb", str(MEMORY_MB)]
     process = subprocess.Popen(command + ([] if tls else ["--no-tls"]), stdout=subprocess.PIPE, pass_fds=[read_end])
     os.close(read_end)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from _common import Result, Target, argument_parser, emit, say
-from keepstep.launcher.journal import read_marks
+from keepstep.launcher.coordination.journal import read_marks
 
 Kills = dict[tuple[str, str], dict[str, list[float]]]
 """(script, system) -> what was measured -> seconds."""

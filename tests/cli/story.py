@@ -8,7 +8,7 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from keepstep.cli.main import main
-from keepstep.launcher.journal import Journal
+from keepstep.launcher.coordination.journal import Journal
 from keepstep.records.codec import rfc3339, to_json
 from keepstep.records.cycle import Cycle, RankPlace
 

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from keepstep.cli.main import main
-from keepstep.launcher import nodecheck
-from keepstep.launcher.nodecheck import CheckResult
+from keepstep.launcher.health import nodecheck
+from keepstep.launcher.health.nodecheck import CheckResult
 
 LIMIT_S = 100
 

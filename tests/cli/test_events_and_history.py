@@ -14,9 +14,9 @@ import pytest
 from keepstep.cli import events as events_module
 from keepstep.cli.events import kind_matches, new_events
 from keepstep.cli.runs import since_time
-from keepstep.launcher.events import EventReader
-from keepstep.launcher.journal import Journal
-from keepstep.launcher.tailing import JournalTail
+from keepstep.launcher.coordination.journal import Journal
+from keepstep.launcher.views.events import EventReader
+from keepstep.launcher.views.tailing import JournalTail
 from keepstep.records.cycle import Goodput
 from keepstep.records.errors import ConfigError
 from tests.cli.story import CYCLES, END, FAULT, FIRST, SECOND, S, keepstep, mark, opening, rows, write_run

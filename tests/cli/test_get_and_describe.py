@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.goodput import summarise
-from keepstep.launcher.journal import read_marks
+from keepstep.launcher.coordination.journal import read_marks
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import VerdictFile
 from tests.cli.story import CYCLES, END, FAULT, FIRST, SECOND, joined, keepstep, mark, opening, rows, write_run

@@ -18,7 +18,7 @@ from rich.console import Console
 from keepstep.cli.goodput import load_goodput, render_goodput
 from keepstep.cli.main import main
 from keepstep.goodput import summarise
-from keepstep.launcher.journal import Journal
+from keepstep.launcher.coordination.journal import Journal
 from keepstep.records.codec import from_json, to_json
 from keepstep.records.cycle import PHASES, Cycle, Goodput
 from keepstep.records.timeline import Mark, MarkKind

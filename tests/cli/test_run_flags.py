@@ -379,7 +379,7 @@ class TestDryRun:
         assert sorted(os.listdir(shell)) == ["train.py"]
 
     def test_it_shows_every_rule_in_its_order(self) -> None:
-        from keepstep.launcher.rules import RULES
+        from keepstep.launcher.coordination.rules import RULES
 
         shown = run("--dry-run", "train.py").stdout.partition("restart rules")[2].partition("environment")[0]
         lines = shown.splitlines()[1:]

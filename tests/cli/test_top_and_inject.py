@@ -27,10 +27,10 @@ from keepstep.cli.inject import parse_now
 from keepstep.cli.top import Watch, headline
 from keepstep.goodput import summarise
 from keepstep.launcher import messages as m
+from keepstep.launcher.coordination.journal import Journal, read_marks
 from keepstep.launcher.files import socket_dir
-from keepstep.launcher.journal import Journal, read_marks
-from keepstep.launcher.operator import RefusedByCoordinatorError, UnreachableError, send_operator
-from keepstep.launcher.view import job_view
+from keepstep.launcher.views.operator import RefusedByCoordinatorError, UnreachableError, send_operator
+from keepstep.launcher.views.view import job_view
 from keepstep.records.codec import to_json
 from keepstep.records.inject import Injection
 from tests.cli.story import END, FAULT, FIRST, SECOND, keepstep, write_run

@@ -24,9 +24,9 @@ from websockets.sync.client import ClientConnection, connect, unix_connect
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import boot_ns
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.lead import make_folder_id
 from keepstep.launcher.files import make_run_dir, write_durable
-from keepstep.launcher.guardian import _UnixConnection
-from keepstep.launcher.lead import make_folder_id
+from keepstep.launcher.node.guardian import _UnixConnection
 from keepstep.launcher.trust import client_context, make_token, prove
 from keepstep.records.codec import to_json, to_pretty_json
 from tests.launcher.harness import wait_until
@@ -35,7 +35,7 @@ LIMIT_S = 20.0
 RUN = "run-1"
 TOKEN = make_token().encode()
 _decode = msgspec.json.Decoder(m.FromCoordinator).decode
-MAIN = "from keepstep.launcher.coordinatormain import main; main()"
+MAIN = "from keepstep.launcher.coordination.coordinatormain import main; main()"
 _ids = itertools.count(10)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from keepstep.launcher.journal import read_marks
-from keepstep.launcher.runfolder import read_cycles
+from keepstep.launcher.coordination.journal import read_marks
+from keepstep.launcher.coordination.runfolder import read_cycles
 from keepstep.records.cycle import Cycle
 from keepstep.records.timeline import Mark
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.job import Job
-from keepstep.launcher.journal import Journal, read_records
-from keepstep.launcher.state import JobShape, JobState
+from keepstep.launcher.coordination.job import Job
+from keepstep.launcher.coordination.journal import Journal, read_records
+from keepstep.launcher.coordination.state import JobShape, JobState
 
 
 class Closed(msgspec.Struct, frozen=True):

@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from keepstep.launcher import logwire as w
-from keepstep.launcher.logbuffer import SendBuffer
-from keepstep.launcher.logs import LogThread, Stream
+from keepstep.launcher.output import logwire as w
+from keepstep.launcher.output.logbuffer import SendBuffer
+from keepstep.launcher.output.logs import LogThread, Stream
 from keepstep.launcher.trust import client_context, prove
 
 LIMIT_S = 30.0
@@ -56,7 +56,15 @@ class Server:
         if self._token is not None:
             os.write(write_end, self._token)
         os.close(write_end)
-        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(self.run_dir), "--run-id", RUN]
+        command = [
+            sys.executable,
+            "-m",
+            "keepstep.launcher.output.logserver",
+            "--run-dir",
+            str(self.run_dir),
+            "--run-id",
+            RUN,
+        ]
         command += ["--listen", self.address, *self._flags]
         command += ["--token-fd", str(read_end)] if self._token is not None else []
         with self.stderr.open("ab") as err:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from keepstep.launcher import admission
 from keepstep.launcher import messages as m
-from keepstep.launcher.admission import MAX_FIRST_BYTES, Admission, RefusedConnectionError
+from keepstep.launcher.coordination import admission
+from keepstep.launcher.coordination.admission import MAX_FIRST_BYTES, Admission, RefusedConnectionError
 from keepstep.launcher.trust import make_token, prove
 from keepstep.records.codec import to_json
 from tests.launcher.coordinators import RUN, TOKEN, Client, Served, serving

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.runfolder import read_cycles
+from keepstep.launcher.coordination.runfolder import read_cycles
 from keepstep.launcher.trust import fence_key, prove_fence
 from tests.launcher.coordinators import LIMIT_S, RUN, TOKEN, Client, Served, serving
 

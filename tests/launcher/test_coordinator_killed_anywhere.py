@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher.journal import epochs, read_records
+from keepstep.launcher.coordination.journal import epochs, read_records
 from tests.launcher.harness import Launch, run, training, wait_until
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.journal import Journal
 from keepstep.launcher.doctor import facts
 from keepstep.launcher.doctor.scriptscan import Script, scan_source
 from keepstep.launcher.files import make_run_dir
-from keepstep.launcher.journal import Journal
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import Cycle, CyclePhases
 from keepstep.records.errors import ConfigError, StorageError

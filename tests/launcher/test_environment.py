@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import NCCL_DEFAULTS, OTHER_NAMES, cycle_environment, planned_defaults
 from keepstep.launcher.messages import StartCycle
+from keepstep.launcher.ranks.environment import NCCL_DEFAULTS, OTHER_NAMES, cycle_environment, planned_defaults
 
 DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",

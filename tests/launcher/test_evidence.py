@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.launcher.evidence import RankEvidence, capture, culprits, main_thread, waits_for_others
-from keepstep.launcher.watch import RankPages
+from keepstep.launcher.node.evidence import RankEvidence, capture, culprits, main_thread, waits_for_others
+from keepstep.launcher.node.watch import RankPages
 
 # Recorded with faulthandler from two gloo ranks, of which the other one slept (torch 2.13, Python 3.11).
 TORCH = "/venv/lib/python3.11/site-packages/torch"

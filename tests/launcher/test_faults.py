@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher.journal import read_records
+from keepstep.launcher.coordination.journal import read_records
 from keepstep.launcher.procs import descendants
 from tests.disks import small_tmpfs
 from tests.launcher.harness import Launch, alive, command_line, run, training, wait_until

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher.gangcheck import (
+from keepstep.launcher.health.gangcheck import (
     baseline_path,
     load_baseline,
     members_of,
@@ -32,7 +32,7 @@ ARGS = ("--sizes-mb", "0.25,1", "--iterations", "12", "--tolerance", "0.6")
 # Ranks are forked after torch was imported once, as the zygote does it. Each is a node of its own.
 RANKS = """
 import os, sys, torch, torch.distributed
-from keepstep.launcher.gangcheck import main
+from keepstep.launcher.health.gangcheck import main
 world, argv = int(sys.argv[1]), sys.argv[2:]
 pids = []
 for rank in range(world):

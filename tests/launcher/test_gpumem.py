@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher.gpumem import Reclaim, has_gpu_open, reclaim
-from keepstep.launcher.gpus import GpuReport, read_gpus
+from keepstep.launcher.health.gpumem import Reclaim, has_gpu_open, reclaim
+from keepstep.launcher.health.gpus import GpuReport, read_gpus
 from tests.launcher.fake_nvml import FakeGpu, FakeNvml
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher import gpus
-from keepstep.launcher.gpus import read_gpus
+from keepstep.launcher.health import gpus
+from keepstep.launcher.health.gpus import read_gpus
 from tests.launcher.fake_nvml import FakeGpu, FakeNvml
 
 A, B, C = "GPU-aa11-0000", "GPU-aa22-0000", "GPU-bb33-0000"

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher import guardian as g
-from keepstep.launcher.guard import Guard
+from keepstep.launcher.node import guardian as g
+from keepstep.launcher.node.guard import Guard
 from keepstep.launcher.procs import state_of
 from keepstep.launcher.trust import fence_key, fence_proven, make_token, server_context
 from tests.launcher.harness import alive, wait_until
@@ -33,7 +33,7 @@ LONG_S = 60.0
 
 AGENT = """
 import asyncio, json, os, subprocess, sys, time
-from keepstep.launcher.guard import Guard
+from keepstep.launcher.node.guard import Guard
 
 async def main():
     word, lease_s, ranks = json.loads(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -243,12 +243,12 @@ class TestGuardian:
 
     def test_it_holds_no_token_and_loads_little(self, start: Start) -> None:
         agent = start(LONG_S, 1, tls=True)
-        wait_until(lambda: b"keepstep.launcher.guardian" in Path(f"/proc/{agent.guardian}/cmdline").read_bytes())
+        wait_until(lambda: b"keepstep.launcher.node.guardian" in Path(f"/proc/{agent.guardian}/cmdline").read_bytes())
         for name in ("cmdline", "environ"):
             data = Path(f"/proc/{agent.guardian}/{name}").read_bytes()
             assert TOKEN not in data
             assert fence_key(TOKEN, RUN).hex().encode() not in data
-        code = "import sys, keepstep.launcher.guardian; print([m for m in sys.modules if m.split('.')[0] in BIG])"
+        code = "import sys, keepstep.launcher.node.guardian; print([m for m in sys.modules if m.split('.')[0] in BIG])"
         big = "BIG = {'torch', 'msgspec', 'websockets', 'starlette', 'cryptography', 'numpy'}; "
         found = subprocess.run([sys.executable, "-c", big + code], capture_output=True, text=True, check=True)
         assert found.stdout.strip() == "[]"

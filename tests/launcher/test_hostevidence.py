@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher import hangevidence, hostevidence, kernellog
 from keepstep.launcher.clock import boot_ns
-from keepstep.launcher.gpus import GpuReport, read_gpus
-from keepstep.launcher.hangevidence import (
+from keepstep.launcher.health import hangevidence, hostevidence, kernellog
+from keepstep.launcher.health.gpus import GpuReport, read_gpus
+from keepstep.launcher.health.hangevidence import (
     Recorder,
     collect_dumps,
     nccl_version_of,
@@ -32,7 +32,14 @@ from keepstep.launcher.hangevidence import (
     sockets_of,
     trigger,
 )
-from keepstep.launcher.hostevidence import HostEvidence, collect, core_folder, memory_counters, snapshot, young_files
+from keepstep.launcher.health.hostevidence import (
+    HostEvidence,
+    collect,
+    core_folder,
+    memory_counters,
+    snapshot,
+    young_files,
+)
 from keepstep.records.codec import from_json
 from tests.launcher.fake_nvml import FakeGpu, FakeNvml
 

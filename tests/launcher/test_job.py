@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from keepstep.goodput import partition
 from keepstep.launcher import messages as m
-from keepstep.launcher.journal import epoch_path
+from keepstep.launcher.coordination.journal import epoch_path
 from keepstep.records.codec import to_json
 from keepstep.records.timeline import Mark
 from tests.launcher.lives import STEP_NS, Closed, Event, Lead, Marker, dump, replayed

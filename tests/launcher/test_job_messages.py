@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.journal import read_records
+from keepstep.launcher.coordination.journal import read_records
 from keepstep.records.codec import to_json
 from tests.launcher.lives import (
     BUG,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.job import FLAP_WINDOW_NS, FLAPS
-from keepstep.launcher.journal import read_records
+from keepstep.launcher.coordination.job import FLAP_WINDOW_NS, FLAPS
+from keepstep.launcher.coordination.journal import read_records
 from tests.launcher.lives import (
     ONE,
     SWAPPED,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.state import JobShape
+from keepstep.launcher.coordination.state import JobShape
 from tests.launcher.lives import (
     Lead,
     Marker,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.journal import Journal, epoch_path, epochs, read_epoch, read_marks, read_records
+from keepstep.launcher.coordination.journal import Journal, epoch_path, epochs, read_epoch, read_marks, read_records
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
 from tests.disks import small_tmpfs
@@ -58,7 +58,7 @@ class TestClaim:
 
     def test_of_many_claims_at_once_no_two_get_the_same_epoch(self, tmp_path: Path) -> None:
         code = (
-            "import sys; from pathlib import Path; from keepstep.launcher.journal import Journal;"
+            "import sys; from pathlib import Path; from keepstep.launcher.coordination.journal import Journal;"
             "sys.stdin.readline();"
             "print(*[Journal.claim(Path(sys.argv[1])).epoch for _ in range(40)])"
         )

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launcher import kernellog
 from keepstep.launcher.clock import boot_ns
-from keepstep.launcher.kernellog import KernelLog, make_log, parse_record, read_log, read_records, write_log
+from keepstep.launcher.health import kernellog
+from keepstep.launcher.health.kernellog import KernelLog, make_log, parse_record, read_log, read_records, write_log
 
 SHARED = os.environ.get("KEEPSTEP_SHARED")
 XID = "NVRM: Xid (PCI:0000:38:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from keepstep.launcher import link
-from keepstep.launcher.link import Target, knock
+from keepstep.launcher.node import link
+from keepstep.launcher.node.link import Target, knock
 
 
 def _in_order(targets: list[Target]) -> list[Target]:

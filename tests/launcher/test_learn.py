@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.learn import library_folders, worth_learning
+from keepstep.launcher.ranks.learn import library_folders, worth_learning
 
 
 @pytest.fixture

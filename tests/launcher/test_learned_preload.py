@@ -52,9 +52,7 @@ def test_module_with_side_effects_is_skipped_with_the_reason(tmp_path: Path) -> 
     (packages / "signaly.py").write_text("import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)\n")
     # trial_imports forks; a pytest process has threads at times, so it runs in an interpreter of its own.
     names = ["ranky", "thready", "signaly", "colorsys", "not_there_at_all"]
-    program = (
-        f"import json\nfrom keepstep.launcher.zygote import trial_imports\nprint(json.dumps(trial_imports({names!r})))"
-    )
+    program = f"import json\nfrom keepstep.launcher.ranks.zygote import trial_imports\nprint(json.dumps(trial_imports({names!r})))"
     env = {"PYTHONPATH": str(packages), "PATH": "/usr/bin:/bin"}
     out = subprocess.run([sys.executable, "-c", program], env=env, check=True, capture_output=True, text=True).stdout
     skipped = json.loads(out)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launcher.leases import KILL_S, MARGIN, RTT_FACTOR, STRETCHES, LeaseBook
+from keepstep.launcher.coordination.leases import KILL_S, MARGIN, RTT_FACTOR, STRETCHES, LeaseBook
 
 BASE_S = 5.0
 MAX_LEASE_S = STRETCHES[-1] * BASE_S

@@ -15,7 +15,7 @@ from websockets.asyncio.server import ServerConnection, unix_serve
 from websockets.exceptions import ConnectionClosed
 
 from keepstep.launcher import messages as m
-from keepstep.launcher.link import Link, RefusedError, Target
+from keepstep.launcher.node.link import Link, RefusedError, Target
 from keepstep.records.codec import to_json
 from keepstep.records.errors import ChannelError
 

@@ -15,9 +15,9 @@ import pytest
 from websockets.asyncio.server import serve, unix_serve
 from websockets.exceptions import ConnectionClosed
 
-from keepstep.launcher import link as link_module
 from keepstep.launcher import messages as m
-from keepstep.launcher.link import Link, RefusedError, Target, knock
+from keepstep.launcher.node import link as link_module
+from keepstep.launcher.node.link import Link, RefusedError, Target, knock
 from keepstep.launcher.trust import make_token, proven, server_context
 from keepstep.records.codec import to_json
 from tests.launcher.test_link import Coordinator, Session, answer_all, at, beat, hello_of, linked, running, within

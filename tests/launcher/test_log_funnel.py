@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher import logwire as w
-from keepstep.launcher.logbuffer import SendBuffer
-from keepstep.launcher.logfunnel import Funnel
+from keepstep.launcher.output import logwire as w
+from keepstep.launcher.output.logbuffer import SendBuffer
+from keepstep.launcher.output.logfunnel import Funnel
 from tests.launcher.log_harness import (
     LIMIT_S,
     RUN,
@@ -146,14 +146,30 @@ class TestWriter:
 
     def test_a_second_writer_of_the_same_run_does_not_start(self, start: Start, tmp_path: Path) -> None:
         start(token=None, listen=f"unix:{tmp_path}/writer.sock")
-        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(tmp_path), "--run-id", RUN]
+        command = [
+            sys.executable,
+            "-m",
+            "keepstep.launcher.output.logserver",
+            "--run-dir",
+            str(tmp_path),
+            "--run-id",
+            RUN,
+        ]
         command += ["--listen", f"unix:{tmp_path}/other.sock", "--wait-s", "0"]
         second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
         assert second.returncode == 1
         assert "another log writer of this run is alive" in second.stderr
 
     def test_no_network_address_without_a_token(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(tmp_path), "--run-id", RUN]
+        command = [
+            sys.executable,
+            "-m",
+            "keepstep.launcher.output.logserver",
+            "--run-dir",
+            str(tmp_path),
+            "--run-id",
+            RUN,
+        ]
         command += ["--listen", "127.0.0.1:0"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
         assert done.returncode == 2
@@ -161,7 +177,15 @@ class TestWriter:
 
     def test_it_ends_when_nobody_needs_it(self, tmp_path: Path) -> None:
         """Its parent is gone and no agent there. A parent that lives may have agents that are only cut off."""
-        command = [sys.executable, "-m", "keepstep.launcher.logserver", "--run-dir", str(tmp_path), "--run-id", RUN]
+        command = [
+            sys.executable,
+            "-m",
+            "keepstep.launcher.output.logserver",
+            "--run-dir",
+            str(tmp_path),
+            "--run-id",
+            RUN,
+        ]
         command += ["--listen", f"unix:{tmp_path}/writer.sock", "--idle-s", "0", "--status-s", "0.05"]
         parent = (
             "import subprocess, sys\n"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher import logwire as w
-from keepstep.launcher.logbuffer import SendBuffer
-from keepstep.launcher.logstore import Batch, LogStore
+from keepstep.launcher.output import logwire as w
+from keepstep.launcher.output.logbuffer import SendBuffer
+from keepstep.launcher.output.logstore import Batch, LogStore
 from keepstep.records.errors import StorageError
 
 
@@ -242,7 +242,7 @@ class TestStore:
         again.close()
 
     def test_the_state_stays_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("keepstep.launcher.logstore.STATE_BYTES", 2000)
+        monkeypatch.setattr("keepstep.launcher.output.logstore.STATE_BYTES", 2000)
         store = LogStore(tmp_path, None)
         for n in range(200):
             store.write(Batch(texts={"cycle-0000.log": [b"x\n"]}, seqs={f"node-{n % 3}": ("life", n + 1)}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from keepstep.launcher import logwire as w
+from keepstep.launcher.output import logwire as w
 from tests.launcher.log_harness import (
     LIMIT_S,
     RUN,

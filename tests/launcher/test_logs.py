@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.logs import MAX_LINE_BYTES, LogThread, Stream, wants
+from keepstep.launcher.output.logs import MAX_LINE_BYTES, LogThread, Stream, wants
 
 LIMIT_S = 20.0
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launcher import nodecheck, nodeprobe
-from keepstep.launcher.gpus import GpuReport, read_gpus
-from keepstep.launcher.nodecheck import (
+from keepstep.launcher.health import nodecheck, nodeprobe
+from keepstep.launcher.health.gpus import GpuReport, read_gpus
+from keepstep.launcher.health.nodecheck import (
     CheckResult,
     Limits,
     Request,

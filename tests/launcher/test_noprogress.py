@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launcher.noprogress import MAX_MARKER_BYTES, Progress, after_failed_cycle, read_marker
+from keepstep.launcher.coordination.noprogress import MAX_MARKER_BYTES, Progress, after_failed_cycle, read_marker
 
 
 @pytest.mark.parametrize(

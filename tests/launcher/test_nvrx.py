@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launcher.nvrx import CycleInfo, cycle_info, nodelist, write_cycle_infos
+from keepstep.launcher.views.nvrx import CycleInfo, cycle_info, nodelist, write_cycle_infos
 from keepstep.records.errors import StorageError
 from tests.cli.story import CYCLES, FAULT, FIRST, SECOND, keepstep, places, write_run
 

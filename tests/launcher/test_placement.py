@@ -9,8 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.placement import Candidate, Placement, Shape, Waiting, block_nodes, check_shape, place
-from keepstep.launcher.topology import distance, order
+from keepstep.launcher.coordination.placement import (
+    Candidate,
+    Placement,
+    Shape,
+    Waiting,
+    block_nodes,
+    check_shape,
+    place,
+)
+from keepstep.launcher.coordination.topology import distance, order
 from keepstep.records.errors import ConfigError
 
 LEVELS = st.lists(st.sampled_from("abc"), max_size=3)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher.ranklink import MAX_BUFFERS, MAX_REASON_CHARS, RankServer, StagingBuffers
+from keepstep.launcher.node.ranklink import MAX_BUFFERS, MAX_REASON_CHARS, RankServer, StagingBuffers
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError
 from keepstep.trainer.channel import ABSENT, AgentChannel

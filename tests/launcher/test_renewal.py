@@ -13,8 +13,8 @@ import pytest
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_id
-from keepstep.launcher.leases import RENEWALS
-from keepstep.launcher.renewal import SILENCE_SHARE, Renewal, stand_by
+from keepstep.launcher.coordination.leases import RENEWALS
+from keepstep.launcher.node.renewal import SILENCE_SHARE, Renewal, stand_by
 from keepstep.records.errors import ChannelError
 
 LIMIT_S = 20.0

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.cli.main import main
-from keepstep.launcher.messages import Failure
-from keepstep.launcher.noprogress import Progress
-from keepstep.launcher.rules import (
+from keepstep.launcher.coordination.noprogress import Progress
+from keepstep.launcher.coordination.rules import (
     ENVIRONMENT_ERRORS,
     MAX_PORT_RETRIES,
     RULES,
@@ -24,6 +23,7 @@ from keepstep.launcher.rules import (
     first_failure,
     says_code_bug,
 )
+from keepstep.launcher.messages import Failure
 
 FRAME = "/home/u/train.py:12 in main"
 BUG: dict[str, Any] = {"error_type": "ValueError", "frame": FRAME}

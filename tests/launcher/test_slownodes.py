@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.launcher.slownodes import find_slow
+from keepstep.launcher.health.slownodes import find_slow
 
 
 class Fabric:

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.journal import Journal, epoch_path, read_records
-from keepstep.launcher.tailing import JournalTail
+from keepstep.launcher.coordination.journal import Journal, epoch_path, read_records
+from keepstep.launcher.views.tailing import JournalTail
 
 Appends = list[list[int]]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.topology import (
+from keepstep.launcher.coordination.topology import (
     choose,
     distance,
     expand_hosts,

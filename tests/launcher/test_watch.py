@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.launcher.watch import (
+from keepstep.launcher.node.watch import (
     KNOWN_SECTIONS_MIN_S,
     LEARN_STEPS,
     LEARN_WINDOW,

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.config import RunConfig
-from keepstep.launcher.environment import cycle_environment
+from keepstep.launcher.ranks.environment import cycle_environment
 from keepstep.records.frames import ENV_INJECT, ENV_PREEMPT_NOTICE_S
 from keepstep.records.inject import parse_injection
 from tests.launcher.harness import Launch, run, training

@@ -6,8 +6,8 @@ import itertools
 
 import msgspec
 
-from keepstep.launcher.rules import MAX_PORT_RETRIES
-from keepstep.launcher.state import JobShape
+from keepstep.launcher.coordination.rules import MAX_PORT_RETRIES
+from keepstep.launcher.coordination.state import JobShape
 from tests.launcher.lives import (
     BUG,
     ONE,

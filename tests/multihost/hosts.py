@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from keepstep.launcher.journal import read_records
+from keepstep.launcher.coordination.journal import read_records
 from tests.launcher.harness import LIMIT_S, Launch
 
 LEASE_S = 2.0

@@ -48,7 +48,7 @@ def node(
     checked), value, limit, detail, next_step}].
     """
     from keepstep.launcher.files import keepstep_home
-    from keepstep.launcher.nodecheck import Request, run_checks
+    from keepstep.launcher.health.nodecheck import Request, run_checks
 
     begin = time.monotonic()
     request = Request(run_dir=run_dir or keepstep_home(), checkpoint_root=checkpoint_root, expected_gpus=gpus)
@@ -100,7 +100,7 @@ def _node_table(console: Console, results: list[Any], wide: bool) -> None:
 def gang(ctx: click.Context, /, output: str, timeout_s: float, run_dir: Path | None, **flags: Any) -> None:
     """All-reduce bandwidth of exactly a job's nodes against a stored baseline; below it, halves are tested to find the slow node.
 
-    JSON is `keepstep.gang_check/1`, see keepstep.launcher.gangcheck. With several nodes the one with rank 0 prints the result.
+    JSON is `keepstep.gang_check/1`, see launcher/health/gangcheck.py. With several nodes the one with rank 0 prints it.
     """
     from keepstep.launcher.files import keepstep_home
 
@@ -130,7 +130,7 @@ def _gang_command(flags: dict[str, Any], run_id: str, folder: Path, result: Path
     for name in ("rdzv_endpoint", "node_name"):
         if flags[name]:
             command += [f"--{name.replace('_', '-')}", flags[name]]
-    command += ["-m", "keepstep.launcher.gangcheck", "--result", str(result), "--sizes-mb", flags["sizes_mb"]]
+    command += ["-m", "keepstep.launcher.health.gangcheck", "--result", str(result), "--sizes-mb", flags["sizes_mb"]]
     command += ["--iterations", str(flags["iterations"]), "--tolerance", str(flags["tolerance"])]
     return command + (["--save-baseline"] if flags["save_baseline"] else [])
 

@@ -13,8 +13,8 @@ import click
 from keepstep.cli.goodput import read_cycles
 from keepstep.cli.output import NotFoundError, emit, output_option
 from keepstep.cli.runs import RUN_HELP, resolve_run, run_argument
-from keepstep.launcher.nvrx import write_cycle_infos
-from keepstep.launcher.runstate import read_state
+from keepstep.launcher.views.nvrx import write_cycle_infos
+from keepstep.launcher.views.runstate import read_state
 
 
 @click.group("convert")

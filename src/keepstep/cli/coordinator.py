@@ -34,8 +34,8 @@ def coordinator(ctx: click.Context, /, **flags: Any) -> None:
     for as long as their lease allows, and another one on the same run folder goes on from its journal. The exit code is the job's.
     """
     from keepstep.launcher.clock import boot_ns
+    from keepstep.launcher.coordination.lead import lead_alone
     from keepstep.launcher.files import RunLock, make_run_dir, socket_dir, write_durable
-    from keepstep.launcher.lead import lead_alone
     from keepstep.launcher.trust import find_token, require_token
     from keepstep.records.codec import to_pretty_json
 

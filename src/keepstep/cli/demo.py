@@ -30,7 +30,7 @@ from rich.table import Table
 
 from keepstep.cli.goodput import read_cycles, render_goodput
 from keepstep.cli.output import emit, make_console, note, output_option
-from keepstep.launcher.journal import epochs, read_marks
+from keepstep.launcher.coordination.journal import epochs, read_marks
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import PHASES, Goodput
 from keepstep.records.errors import ConfigError, KeepstepError
@@ -488,7 +488,7 @@ def demo(seed: int, steps: int, faults: tuple[str, ...], keep: Path | None, outp
     is killed while training goes on. Exit 0 only if the final weights are bitwise equal to those of an undisturbed run
     of the same seed and every sample was used exactly once. JSON is `keepstep.demo/1`.
     """
-    importlib.import_module("keepstep.launcher.agent")  # without its extra, say so before anything is trained
+    importlib.import_module("keepstep.launcher.node.agent")  # without its extra, say so before anything is trained
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("the demo trains with torch, which is not installed: pip install torch numpy")
     specs = parse_faults(faults, steps) or default_faults(save_every(steps))

@@ -16,10 +16,10 @@ from keepstep.cli.get import find_cycle, kind_named
 from keepstep.cli.goodput import find_run
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, output_option
 from keepstep.cli.runs import RUN_HELP, cell, harmless, print_table, ranges, resolve_run
-from keepstep.launcher.events import Event, EventReader
-from keepstep.launcher.runstate import RunState, node_views, take
-from keepstep.launcher.tailing import JournalTail
-from keepstep.launcher.view import job_view, leader, read_object, run_id_of
+from keepstep.launcher.views.events import Event, EventReader
+from keepstep.launcher.views.runstate import RunState, node_views, take
+from keepstep.launcher.views.tailing import JournalTail
+from keepstep.launcher.views.view import job_view, leader, read_object, run_id_of
 from keepstep.records.cycle import Cycle, RankPlace
 from keepstep.records.errors import ConfigError
 

@@ -91,8 +91,8 @@ def coordinator_config(ctx: click.Context, flags: dict[str, Any]) -> RunConfig:
 
 def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: dict[str, Any]) -> RunConfig:
     from keepstep.launcher.config import RunConfig
-    from keepstep.launcher.topology import own_levels
-    from keepstep.launcher.zygote import DEFAULT_PRELOAD
+    from keepstep.launcher.coordination.topology import own_levels
+    from keepstep.launcher.ranks.zygote import DEFAULT_PRELOAD
 
     job = _job_fields(ctx, flags, flags["standalone"])
     nproc = _nproc(flags["nproc_per_node"])
@@ -283,7 +283,7 @@ def _nnodes(text: str) -> tuple[int, int]:
 
 
 def _nproc(text: str) -> int:
-    from keepstep.launcher.spawn import SpawnError, local_world_size
+    from keepstep.launcher.ranks.spawn import SpawnError, local_world_size
 
     try:
         return local_world_size(text)

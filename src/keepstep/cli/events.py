@@ -24,9 +24,9 @@ from keepstep.cli.runs import (
     select,
     since_time,
 )
-from keepstep.launcher.events import Event, EventReader
-from keepstep.launcher.tailing import JournalTail
-from keepstep.launcher.view import is_led, run_id_of
+from keepstep.launcher.views.events import Event, EventReader
+from keepstep.launcher.views.tailing import JournalTail
+from keepstep.launcher.views.view import is_led, run_id_of
 from keepstep.records.codec import to_json
 from keepstep.records.errors import ConfigError
 

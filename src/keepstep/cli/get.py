@@ -25,8 +25,8 @@ from keepstep.cli.runs import (
     run_argument,
     select,
 )
-from keepstep.launcher.runstate import node_views, read_state
-from keepstep.launcher.view import brought_up_to_date, job_view, read_object, run_dirs, run_id_of
+from keepstep.launcher.views.runstate import node_views, read_state
+from keepstep.launcher.views.view import brought_up_to_date, job_view, read_object, run_dirs, run_id_of
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError

@@ -13,8 +13,8 @@ import msgspec
 
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, format_share, note, output_option
 from keepstep.goodput import summarise
+from keepstep.launcher.coordination.journal import epochs, read_marks
 from keepstep.launcher.files import keepstep_home
-from keepstep.launcher.journal import epochs, read_marks
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import PHASES, Cycle, CyclePhases, Goodput
 from keepstep.records.errors import ConfigError, StorageError

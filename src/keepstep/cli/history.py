@@ -11,7 +11,7 @@ import msgspec
 from keepstep.cli.goodput import load_goodput
 from keepstep.cli.output import emit, format_duration_s, output_option
 from keepstep.cli.runs import RUN_HELP, Column, clock, print_table, resolve_run, run_argument
-from keepstep.launcher.view import brought_up_to_date
+from keepstep.launcher.views.view import brought_up_to_date
 from keepstep.records.cycle import Cycle, Goodput
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import click
 from keepstep.cli.output import emit, output_option
 from keepstep.cli.runs import RUN_HELP, resolve_run, run_argument
 from keepstep.launcher import messages as m
-from keepstep.launcher.operator import UnreachableError, send_operator
-from keepstep.launcher.view import job_view, leader
+from keepstep.launcher.views.operator import UnreachableError, send_operator
+from keepstep.launcher.views.view import job_view, leader
 from keepstep.records.errors import ConfigError
 from keepstep.records.inject import KINDS, OUTSIDE_KINDS, Injection, parse_injection
 

@@ -14,7 +14,7 @@ import click
 from keepstep.cli.get import find_cycle
 from keepstep.cli.output import NotFoundError, note
 from keepstep.cli.runs import RUN_HELP, harmless, resolve_run, run_argument
-from keepstep.launcher.view import is_led
+from keepstep.launcher.views.view import is_led
 from keepstep.records.errors import ConfigError
 
 POLL_S = 0.2

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flags: Any) -> None:
     """Run SCRIPT under supervision: torchrun's flags, restarts in place, hang detection, honest accounting."""
     # Imported here: the verbs that only read need none of it.
-    from keepstep.launcher.agent import run_agent
     from keepstep.launcher.clock import boot_ns
+    from keepstep.launcher.coordination.runfolder import set_aside_verdict
     from keepstep.launcher.files import make_run_dir, socket_dir, write_durable
-    from keepstep.launcher.runfolder import set_aside_verdict
+    from keepstep.launcher.node.agent import run_agent
     from keepstep.launcher.trust import find_token, require_token
     from keepstep.records.codec import to_pretty_json
 
@@ -57,8 +57,8 @@ def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flag
 
 def _take_the_lead(config: Any, run_dir: Path) -> Any:
     """The lock of the launcher that starts the coordinator, None when that is another one's or another host's business."""
+    from keepstep.launcher.coordination.lead import is_own
     from keepstep.launcher.files import RunLock, RunLockedError
-    from keepstep.launcher.lead import is_own
 
     may_lead = is_own(config.endpoints[0]) if config.is_host is None and config.endpoints else config.is_host
     if may_lead is False:
@@ -106,8 +106,8 @@ def _check_syntax(config: RunConfig, run_dir: Path) -> None:
 
 
 def _print_dry_run(config: RunConfig) -> None:
-    from keepstep.launcher.environment import planned_defaults
-    from keepstep.launcher.rules import RULES
+    from keepstep.launcher.coordination.rules import RULES
+    from keepstep.launcher.ranks.environment import planned_defaults
     from keepstep.records.codec import to_pretty_json
 
     click.echo(to_pretty_json(config).decode(), nl=False)

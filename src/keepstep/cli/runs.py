@@ -11,7 +11,7 @@ import click
 
 from keepstep.cli.goodput import find_run, runs_root
 from keepstep.cli.output import NotFoundError, note
-from keepstep.launcher.view import run_dirs
+from keepstep.launcher.views.view import run_dirs
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import ConfigError
 

@@ -22,10 +22,10 @@ from keepstep.cli.get import COLUMNS as GET_COLUMNS
 from keepstep.cli.output import emit, format_duration_s, output_option
 from keepstep.cli.runs import RUN_HELP, Column, cell, harmless, resolve_run, run_argument
 from keepstep.goodput import partition
-from keepstep.launcher.events import Event, EventReader
-from keepstep.launcher.runstate import RunState, node_views, steps_per_s, take
-from keepstep.launcher.tailing import JournalTail
-from keepstep.launcher.view import JobView, job_view, run_id_of
+from keepstep.launcher.views.events import Event, EventReader
+from keepstep.launcher.views.runstate import RunState, node_views, steps_per_s, take
+from keepstep.launcher.views.tailing import JournalTail
+from keepstep.launcher.views.view import JobView, job_view, run_id_of
 from keepstep.records.timeline import Mark
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="he
     fenced: bool = False
     """This launcher's ranks were stopped because its lease ran out; it comes back with none running."""
     problems: list[str] = []
-    """Failed checks of this node (launcher/nodecheck.py): it may not join while there are any."""
+    """Failed checks of this node (launcher/health/nodecheck.py): it may not join while there are any."""
 
 
 class Started(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
@@ -236,7 +236,7 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     master_port: int
     agent_store: bool
     probe: bool = False
-    """Run the gang check (launcher/gangcheck.py) instead of the script."""
+    """Run the gang check (launcher/health/gangcheck.py) instead of the script."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from keepstep.launcher.rankmain import libc_prctl
+from keepstep.launcher.ranks.rankmain import libc_prctl
 
 PR_SET_CHILD_SUBREAPER = 36
 STATUS_LOST = 255

@@ -18,7 +18,7 @@ from keepstep.launcher.doctor.findings import (
     needed_s,
     recommended_timeout_s,
 )
-from keepstep.launcher.environment import NCCL_DEFAULTS, OTHER_NAMES
+from keepstep.launcher.ranks.environment import NCCL_DEFAULTS, OTHER_NAMES
 
 IB_UNIT_S = 4.096e-6
 """InfiniBand's local ACK time-out is this times two to the power of NCCL_IB_TIMEOUT."""

@@ -16,9 +16,9 @@ import msgspec
 
 from keepstep.checkpoint.layout import MARKERS, parse_folder_name
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.journal import epochs, read_marks
+from keepstep.launcher.coordination.runfolder import read_cycles
 from keepstep.launcher.doctor.scriptscan import Script, scan_script
-from keepstep.launcher.journal import epochs, read_marks
-from keepstep.launcher.runfolder import read_cycles
 from keepstep.records.codec import from_json
 from keepstep.records.errors import ConfigError, StorageError
 from keepstep.records.timeline import Mark
