@@ -174,11 +174,12 @@ class Job(JobState):
         seen = c.reported.get(message.kind, {})
         if message.rank in seen:
             return []
+        count = max(1, int(message.attrs.get("ranks", 1)))
         records: list[Record] = [
-            {"type": "reported", "kind": message.kind, "rank": message.rank, "t_ns": message.t_ns},
+            {"type": "reported", "kind": message.kind, "rank": message.rank, "t_ns": message.t_ns, "ranks": count},
         ]
-        if len(seen) + 1 == c.world:
-            records.append(self.mark(message.kind, max([message.t_ns, *seen.values()])))
+        if sum(n for n, _ in seen.values()) + count == c.world:
+            records.append(self.mark(message.kind, max([message.t_ns, *(t for _, t in seen.values())])))
         return records
 
     def started(self, node: str, message: m.Started) -> list[Record]:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +26,18 @@ from keepstep.launcher.coordination.lead import (
     split_endpoint,
 )
 from keepstep.launcher.files import RunLock, write_durable
+from keepstep.launcher.node import injections
 from keepstep.launcher.node.guard import Guard
+from keepstep.launcher.node.injections import lose_node
 from keepstep.launcher.node.link import Link, RefusedError, Target
 from keepstep.launcher.node.localcycle import LocalCycle
 from keepstep.launcher.node.nodecare import NodeCare
 from keepstep.launcher.node.nodecycles import NodeCycles
 from keepstep.launcher.node.ranklink import RankServer
+from keepstep.launcher.node.rankrequests import RankRequests
 from keepstep.launcher.node.renewal import SILENCE_SHARE, Renewal, Sample, stand_by
 from keepstep.launcher.output.logs import LogThread
-from keepstep.launcher.procs import become_subreaper, kill_group, kill_quietly, with_environment
+from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
 from keepstep.launcher.ranks.environment import stop_notice_s
 from keepstep.launcher.ranks.spawn import SpawnError
 from keepstep.launcher.ranks.starter import RankStarter
@@ -48,8 +50,6 @@ from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
 from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
 
 COORDINATOR_LOST_S = 20.0
-HELD_KEYS = "decision/"
-MAX_HELD = 64
 DRAIN_S = 5.0
 """How long a launcher waits at its end until the job's log has all of its output."""
 HOLD_OPEN_S = 40.0
@@ -76,7 +76,8 @@ class Agent:
         self._shared = self._leads
         """Whether the coordinator's run folder is this launcher's too."""
         self._logs = LogThread(config.node)
-        self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self)
+        self._requests = RankRequests(self)
+        self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self._requests)
         self._starter = RankStarter(config, self._server.path, self._logs, self.say)
         # The leader starts the coordinator again itself; anybody else can only wait so long for it.
         patience_s = config.join_timeout_s if config.endpoints else COORDINATOR_LOST_S
@@ -91,8 +92,7 @@ class Agent:
         self._problems: list[str] = []
         self._role = ""
         self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if self._several else None
-        self._cycles = NodeCycles(self, self._starter, self._care, self._guard)
-        self._held: dict[str, asyncio.Future[Any]] = {}
+        self.cycles = NodeCycles(self, self._starter, self._care, self._guard)
         self._signals = 0
         self._end: asyncio.Future[Any] | None = None
 
@@ -135,7 +135,7 @@ class Agent:
             self._leave_verdict(str(error))
             return EXIT_FAILURE
         finally:
-            await self._cycles.finish(self.config.stop_grace_s + 5)
+            await self.cycles.finish(self.config.stop_grace_s + 5)
             if self._several:
                 # Before the coordinator sees this launcher go: when all have gone, the log writer goes too.
                 await asyncio.to_thread(self._logs.drain, DRAIN_S)
@@ -207,7 +207,7 @@ class Agent:
             where = f"first failing rank: {end.first_failing_rank}" if end.first_failing_rank is not None else ""
             self.say(" · ".join(t for t in (f"{end.outcome}: {end.cause}", end.message or "", where) if t))
             if end.traceback and end.outcome == "failed":
-                print(end.traceback.rstrip(), file=sys.stderr, flush=True)
+                self._logs.say(end.traceback.rstrip(), console=2)
         return end.exit_code
 
     # ---- coordinator
@@ -248,7 +248,7 @@ class Agent:
 
     def _on_hopeless(self, message: str) -> bool:
         """The coordinator does not stay up. Ranks train on without it: better to wait for the disk (say) than to end them."""
-        if self._cycles.current is not None or self._over:
+        if self.cycles.current is not None or self._over:
             return True
         assert self._end is not None
         self._end.set_exception(KeepstepError(message))
@@ -281,7 +281,7 @@ class Agent:
         own = split_endpoint(self.config.endpoints[0])[0] if networked and self._leads else None
         return m.Hello(
             id=self._link.new_id(),
-            cycle=self._cycles.number,
+            cycle=self.cycles.number,
             run_id=self.run_id,
             node=self.config.node,
             host=socket.gethostname(),
@@ -314,7 +314,7 @@ class Agent:
         }
 
     def _sample(self) -> Sample:
-        cycle = self._cycles.current
+        cycle = self.cycles.current
         if cycle is None:
             return -1, None, 0
         completed, at_ns = cycle.sample or (None, 0)
@@ -323,8 +323,8 @@ class Agent:
     def _on_extended(self, expiry_ns: int) -> None:
         if self._guard is not None:
             self._guard.extend(expiry_ns)
-            if self._cycles.current is not None:
-                self._cycles.current.set_lease(self._guard.expiry_ns)
+            if self.cycles.current is not None:
+                self.cycles.current.set_lease(self._guard.expiry_ns)
 
     def _on_nobody(self, tried_ns: int) -> None:
         """Nobody listened anywhere: no coordinator was up then, and one that starts counts leases from its start."""
@@ -332,7 +332,7 @@ class Agent:
 
     def _on_lease_over(self) -> None:
         """Out of touch for too long: another node may be given these ranks, so they end before that."""
-        cycle = self._cycles.current
+        cycle = self.cycles.current
         if cycle is None:
             return
         self.say(
@@ -355,12 +355,12 @@ class Agent:
             case m.DoInjection():
                 self.inject(command.cycle, command.spec, asked_for=True)
             case m.StartCycle():
-                if self._cycles.start(command):
-                    self._held = {}
+                if self.cycles.start(command):
+                    self._requests.begin()
             case m.StopCycle():
-                self._cycles.stop(command.cycle, command.reason)
+                self.cycles.stop(command.cycle, command.reason)
             case m.AskStop():
-                self._cycles.ask_stop(command.cycle, command.signum)
+                self.cycles.ask_stop(command.cycle, command.signum)
             case m.End():
                 if not self._end.done():
                     self._end.set_result(command)
@@ -390,8 +390,8 @@ class Agent:
             self.send(lambda i: m.StopRequest(id=i, signum=signum, node=self.config.node))
             grace = stop_notice_s(self.config) + self.config.capture_s + 5
             asyncio.get_running_loop().call_later(grace, self._give_up, signum)
-        elif self._cycles.current is not None:
-            self._cycles.current.stop("interrupted twice")
+        elif self.cycles.current is not None:
+            self.cycles.current.stop("interrupted twice")
         elif self._signals > 2:
             self._give_up(signum)
 
@@ -404,94 +404,19 @@ class Agent:
 
     def do_injection(self, injection: Injection, cycle: LocalCycle) -> None:
         """Cause a fault from outside the ranks, with a real signal."""
-        if cycle is not self._cycles.current or (injection.node is not None and injection.node != self.config.node):
+        elsewhere = injection.node is not None and injection.node != self.config.node
+        if cycle is not self.cycles.current or elsewhere:
             return
         if injection.kind in NODE_KINDS and injection.node is None and injection.rank not in cycle.ranks:
             return
-        if injection.kind == "coordinator-kill":
-            if self._coordinator is not None and self._coordinator.pid is not None:
-                self.say("injecting coordinator-kill")
-                kill_quietly(self._coordinator.pid, signal.SIGKILL)
-        elif injection.kind == "partition":
+        coordinator = self._coordinator.pid if self._coordinator is not None else None
+        if injection.kind == "partition":
             self.say(f"injecting partition: no connection to the coordinator for {injection.seconds or 10.0:g} s")
             self._link.cut(injection.seconds or 10.0)
         elif injection.kind == "node-loss":
-            self._lose_node(cycle)
-        elif injection.kind == "preempt":
-            self.say("injecting preempt: SIGTERM to this launcher")
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif injection.kind in ("kill", "stop") and injection.rank in cycle.ranks:
-            rank = cycle.ranks[injection.rank]
-            if rank.status is None:
-                self.say(f"injecting {injection.kind} on rank {injection.rank}")
-                kill_quietly(rank.pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
-
-    def _lose_node(self, cycle: LocalCycle) -> None:
-        """What the loss of a host looks like to everybody else: all that runs here is gone at once, and nobody says so."""
-        helpers = self.infrastructure() - ({self._coordinator.pid} if self._coordinator is not None else set())
-        for pid in helpers:
-            kill_quietly(pid, signal.SIGKILL)
-        for rank in cycle.ranks.values():
-            kill_group(rank.pid, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    # ---- what ranks ask for (RankHost)
-
-    def current_cycle(self) -> int:
-        """Number of the cycle whose ranks may talk to this agent."""
-        return self._cycles.number
-
-    async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
-        """Forward a side-channel request of a rank to the coordinator. Raises ChannelError."""
-        match op:
-            case "cas" if str(request["key"]).startswith(HELD_KEYS):
-                # Asked by every rank of this node, for a value that never changes: once for all of them.
-                result = await self._cas_once(cycle, str(request["key"]), request["value"])
-            case "set" | "cas":
-                key, value, absent = str(request["key"]), request["value"], op == "cas"
-                result = await self.send(
-                    lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=absent)
-                )
-            case "get":
-                result = await self.send(lambda i: m.KvGet(id=i, cycle=cycle, key=str(request["key"])))
-            case "wait":
-                keys, limit = [str(k) for k in request["keys"]], float(request["timeout_s"])
-                result = await self.send(lambda i: m.KvWait(id=i, cycle=cycle, keys=keys, timeout_s=limit))
-            case _:
-                name, step = str(request["checkpoint"]), int(request["step"])
-                result = await self.send(lambda i: m.Grant(id=i, cycle=cycle, checkpoint=name, step=step))
-        return dict(result or {})
-
-    async def _cas_once(self, cycle: int, key: str, value: Any) -> Any:
-        held = self._held.get(key)
-        if held is None or (held.done() and (held.cancelled() or held.exception() is not None)):
-            held = self._held[key] = self.send(
-                lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=True)
-            )
-            while len(self._held) > MAX_HELD:
-                self._held.pop(next(iter(self._held)))
-        return await asyncio.shield(held)
-
-    async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
-        """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude"). Raises ChannelError."""
-        self.say(f"rank {rank} asks: {what}: {reason}")
-        node = self.config.node
-        await self.send(lambda i: m.WorkloadRequest(id=i, cycle=cycle, what=what, reason=reason, rank=rank, node=node))
-
-    def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
-        """Take a mark of a rank; its CLOCK_MONOTONIC times become UTC. The rank does not wait for the disk."""
-        times: dict[str, int] = {
-            k: self.anchor.from_monotonic(int(fields[k])) for k in ("at_ns", "begin_ns", "end_ns") if k in fields
-        }
-        attrs: dict[str, Any] = {**fields, **times}
-        at_ns = attrs.pop("at_ns", None) or attrs.get("end_ns") or self.anchor.now()
-        if kind == "attached":
-            self._cycles.expect_steps = True
-            if self._cycles.current is not None:
-                self._cycles.current.attached()
-        if kind == "quarantined":
-            self.say(f"checkpoint {attrs.get('checkpoint')} refused and quarantined: {attrs.get('reason')}")
-        self.send(lambda i: m.Note(id=i, cycle=cycle, kind=kind, rank=rank, t_ns=at_ns, attrs=attrs))
+            lose_node(cycle, self.infrastructure() - {coordinator})
+        else:
+            injections.cause(injection, cycle, coordinator, self.say)
 
     def inject(self, cycle: int, spec: str, asked_for: bool = False) -> str | None:
         """Carry out an injection that only the launcher can: a rank came to its step, or a person asked for it now."""
@@ -500,7 +425,7 @@ class Agent:
         except (msgspec.MsgspecError, ConfigError) as error:
             return f"not an injection: {error}"
         known = asked_for or injection in self.config.inject
-        current = self._cycles.current
+        current = self.cycles.current
         if not known or current is None or cycle != current.number:
             return "not one of this run's injections"
         self.do_injection(injection, current)

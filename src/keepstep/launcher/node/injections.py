@@ -1,0 +1,37 @@
+"""Faults that only a launcher can cause, each by doing the real thing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection
+
+from keepstep.launcher.node.localcycle import LocalCycle
+from keepstep.launcher.procs import kill_group, kill_quietly
+from keepstep.records.inject import Injection
+
+
+def cause(injection: Injection, cycle: LocalCycle, coordinator: int | None, say: Callable[[str], None]) -> None:
+    """Send the signal that an injection stands for. `coordinator`: its pid, where it runs below this launcher."""
+    if injection.kind == "coordinator-kill":
+        if coordinator is not None:
+            say("injecting coordinator-kill")
+            kill_quietly(coordinator, signal.SIGKILL)
+    elif injection.kind == "preempt":
+        say("injecting preempt: SIGTERM to this launcher")
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif injection.kind in ("kill", "stop") and injection.rank in cycle.ranks:
+        rank = cycle.ranks[injection.rank]
+        if rank.status is None:
+            say(f"injecting {injection.kind} on rank {injection.rank}")
+            kill_quietly(rank.pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
+
+
+def lose_node(cycle: LocalCycle, helpers: Collection[int | None]) -> None:
+    """What the loss of a host looks like to everybody else: all that runs here is gone at once, and nobody says so."""
+    for pid in helpers:
+        if pid is not None:
+            kill_quietly(pid, signal.SIGKILL)
+    for rank in cycle.ranks.values():
+        kill_group(rank.pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
