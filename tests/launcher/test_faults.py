@@ -315,7 +315,7 @@ def test_zygote_with_a_thread_refuses_and_fresh_interpreters_are_used(tmp_path: 
 def test_killed_zygote_costs_the_fast_path_only(tmp_path: Path, reference: str) -> None:
     launch = Launch(tmp_path, training(), *TWO, "--inject", "kill@step=25,rank=1")
     launch.wait_line(r"^completed 2$", count=2)
-    zygotes = [p for p in descendants(launch.process.pid, set()) if b"launcher.zygote" in command_line(p)]
+    zygotes = [p for p in descendants(launch.process.pid, set()) if b"ranks.zygote" in command_line(p)]
     # Forked ranks and the store host carry the zygote's command line; the zygote is the one that leads its session.
     (zygote,) = [p for p in zygotes if os.getsid(p) == p]
     os.kill(zygote, signal.SIGKILL)

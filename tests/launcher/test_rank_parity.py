@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.launcher.ranks.environment import NCCL_DEFAULTS
 from tests.launcher.harness import run
 
 PROBE = textwrap.dedent("""
@@ -66,7 +67,10 @@ PROBE = textwrap.dedent("""
 """)
 RANDOM = "random"
 # Set by keepstep on purpose, or by torchrun for its own use.
-DIFFERENT_ENVIRONMENT = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "LC_CTYPE"}
+DIFFERENT_ENVIRONMENT = {
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "LC_CTYPE", *NCCL_DEFAULTS),
+    *("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"),
+}
 
 
 @pytest.fixture(scope="module")
