@@ -301,11 +301,10 @@ class Fleet:
             self.ask(agent, "rank map", m.GetCycle(id=0, cycle=command.cycle))
 
     def _attach(self, agent: SimulatedAgent) -> None:
-        """Every rank says that it attached through the trainer library."""
-        now = time.time_ns()
-        for rank in range(agent.first_rank, agent.first_rank + RANKS):
-            note = m.Note(id=0, cycle=agent.cycle, kind="attached", rank=rank, t_ns=now)
-            self.ask(agent, f"attached {agent.cycle}", note)
+        """All ranks of a node attached through the trainer library: a launcher says so once."""
+        attrs = {"ranks": RANKS}
+        note = m.Note(id=0, cycle=agent.cycle, kind="attached", rank=agent.first_rank, t_ns=time.time_ns(), attrs=attrs)
+        self.ask(agent, f"attached {agent.cycle}", note)
 
     def _stop(self, agent: SimulatedAgent, cycle: int, status: int) -> None:
         now = time.time_ns()

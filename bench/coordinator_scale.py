@@ -152,7 +152,7 @@ def form(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[str, 
     assigned = b'"kind":"assigned"'
     fleet.run_until(lambda: coordinator.journaled(assigned), LIMIT_S, "journal `assigned`")
     figures["assigned on disk"] = time.monotonic() - released
-    fleet.run_until(lambda: fleet.seen["answered attached 0"] == nodes * RANKS, LIMIT_S, "attach all ranks")
+    fleet.run_until(lambda: fleet.seen["answered attached 0"] == nodes, LIMIT_S, "attach all ranks")
     fleet.run_until(lambda: fleet.seen["rank map"] == nodes or not fleet.map_bytes, LIMIT_S, "send all rank maps")
     figures["ranks attached"] = fleet.last_s["answered attached 0"] - released
     if fleet.map_bytes:
@@ -201,7 +201,7 @@ def lose_one(coordinator: Coordinator, fleet: Fleet, nodes: int, figures: dict[s
     figures["fan-out of a stop"] = fleet.last_s["stop 0"] - died
     fleet.run_until(lambda: fleet.seen["start 1"] == nodes, LIMIT_S, "start cycle 1")
     figures["stop to next start"] = fleet.last_s["start 1"] - fleet.last_s["stop 0"]
-    fleet.run_until(lambda: fleet.seen["answered attached 1"] == nodes * RANKS, LIMIT_S, "attach all ranks again")
+    fleet.run_until(lambda: fleet.seen["answered attached 1"] == nodes, LIMIT_S, "attach all ranks again")
     check_ranks(fleet, nodes, 1)
     guardian.join()
 
@@ -225,7 +225,7 @@ NOTES = {
     "joined": "last Welcome since all agents were let go at once",
     "formed": "last StartCycle",
     "assigned on disk": "every node has started its ranks, journaled",
-    "ranks attached": "a message of each rank, journaled and answered",
+    "ranks attached": "a message of each node for its ranks, journaled and answered",
     "rank maps": "last agent has the map of all ranks",
     "processor time to there": "of the coordinator",
     "fan-out of a stop": "from an agent's death until the last other agent is told",

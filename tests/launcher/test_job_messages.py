@@ -109,7 +109,7 @@ class TestCycles:
         lead.tell(hello("a"), started("a", 0, [0, 1]))
         lead.tell(note("a", 0, 1, "attached", 900), note("a", 0, 1, "attached", 901), note("a", 0, 1, "attached", 900))
         assert lead.job.cycle is not None
-        assert lead.job.cycle.reported == {"attached": {1: (1, 900)}}
+        assert lead.job.cycle.reported == {"attached": {1: 900}}
         assert [r["rank"] for r in read_records(run_dir) if r["type"] == "reported"] == [1]
         lead.tell(note("a", 0, 0, "attached", 800), note("a", 0, 0, "attached", 1000))
         assert [k.t_ns for k in lead.job.marks if k.kind == "attached"] == [900]

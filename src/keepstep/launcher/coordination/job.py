@@ -178,8 +178,8 @@ class Job(JobState):
         records: list[Record] = [
             {"type": "reported", "kind": message.kind, "rank": message.rank, "t_ns": message.t_ns, "ranks": count},
         ]
-        if sum(n for n, _ in seen.values()) + count == c.world:
-            records.append(self.mark(message.kind, max([message.t_ns, *(t for _, t in seen.values())])))
+        if c.reported_ranks[message.kind] + count == c.world:
+            records.append(self.mark(message.kind, max([message.t_ns, *seen.values()])))
         return records
 
     def started(self, node: str, message: m.Started) -> list[Record]:

@@ -128,8 +128,10 @@ class CycleState:
         self.fault: m.Fault | None = None
         self.fault_node: str | None = None
         self.workload: Record | None = None
-        self.reported: dict[str, dict[int, tuple[int, int]]] = {}
-        """Kind of mark -> rank that reported it -> (ranks it reported for, UTC ns)."""
+        self.reported: dict[str, dict[int, int]] = {}
+        """Kind of mark -> rank that reported it -> UTC ns."""
+        self.reported_ranks: Counter[str] = Counter()
+        """How many ranks that was for: a node reports for all of its own."""
         self.kv: dict[str, Any] = {}
         self.beats = Beats(len(self.nodes))
         self.last_step: int | None = None
@@ -335,7 +337,8 @@ class JobState:
 
     def _apply_reported(self, r: Record) -> None:
         if self.cycle is not None:
-            self.cycle.reported.setdefault(r["kind"], {})[r["rank"]] = (r.get("ranks", 1), r["t_ns"])
+            self.cycle.reported.setdefault(r["kind"], {})[r["rank"]] = r["t_ns"]
+            self.cycle.reported_ranks[r["kind"]] += r.get("ranks", 1)
 
     def _apply_kv(self, r: Record) -> None:
         if self.cycle is not None and r["cycle"] == self.cycle.number:
