@@ -241,6 +241,8 @@ def _note_what_has_no_effect(ctx: click.Context, flags: dict[str, Any]) -> None:
     ):
         if _given(ctx, name) and flags[name]:
             note(f"--{name.replace('_', '-')} has no effect here; {instead}")
+    if flags["attribution_stop"] != "log":
+        note("--attribution-stop has nothing to act on yet: attribution is not built; causes are in the evidence")
 
 
 def _run_id(flags: dict[str, Any], several: bool, standalone: bool) -> str:

@@ -40,6 +40,7 @@ NOTES = frozenset(
 SPANS_INLINE = 64
 """Up to so many nodes the rank map travels with the command to start; beyond that agents ask for it when ranks run."""
 MAX_STEP_GAP_NS = 60 * 10**9
+SHOWN_NODES = 8
 FLAPS = 3
 FLAP_WINDOW_NS = 600 * 10**9
 
@@ -320,7 +321,8 @@ class Job(JobState):
         away = [n.name for n in placed.nodes if not connected(n.name)]
         if away:
             # No other in its place yet: it may only be on its way back, as all are when the coordinator is a new one.
-            self.waiting = f"not connected: {', '.join(away)}"
+            more = f" and {len(away) - SHOWN_NODES} more" if len(away) > SHOWN_NODES else ""
+            self.waiting = f"not connected: {', '.join(away[:SHOWN_NODES])}{more}"
             return []
         self.waiting = None
         return self._start_cycle(placed, now_ns)

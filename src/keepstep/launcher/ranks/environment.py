@@ -25,7 +25,7 @@ NCCL_DEFAULTS: dict[str, str] = {
 }
 """3: a failed collective ends the process without waiting for an abort that may hang itself. Monitoring ends a process whose
 watchdog thread stands still for 600 s. 2000 collectives are kept for the flight recorder, which is written when one times out.
-InfiniBand waits 4.096 us * 2^22 (17 s) for an answer, seven times, which a short loss of a link survives."""
+InfiniBand waits 4.096 us * 2^22 (17 s) for an answer, eight times (137 s in all), which a short loss of a link survives."""
 
 DUMP_FILE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Prefix of the flight recorder's dump; torch appends the rank."""
