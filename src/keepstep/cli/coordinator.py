@@ -42,7 +42,7 @@ def coordinator(ctx: click.Context, /, **flags: Any) -> None:
     started = boot_ns()
     config = coordinator_config(ctx, flags)
     token = find_token(config.token_file)
-    require_token(token, config.endpoints)
+    require_token(token, config.endpoints, on_loopback=True)
     run_dir = Path(config.run_dir)
     make_run_dir(run_dir)
     lock = RunLock.acquire(run_dir, config.node)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from keepstep.cli.effective import effective_config
 from keepstep.cli.run_flags import run_flags
@@ -41,6 +42,9 @@ def run(ctx: click.Context, /, script: str, script_args: tuple[str, ...], **flag
     # First of all: the token leaves the environment before anything is started.
     token = find_token(config.token_file)
     require_token(token, config.endpoints)
+    if token is None:
+        # Whatever endpoints are left mean this host: its launchers meet at a Unix socket (docs/decisions/0002).
+        config = msgspec.structs.replace(config, endpoints=[])
     _check_script(config.mode, script)
     run_dir = Path(config.run_dir)
     make_run_dir(run_dir)

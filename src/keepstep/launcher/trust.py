@@ -63,12 +63,12 @@ def find_token(token_file: str | None) -> bytes | None:
     return None if value is None else _checked(value, ENV_TOKEN)
 
 
-def require_token(token: bytes | None, endpoints: list[str]) -> None:
-    """Raise ConfigError when a coordinator is reached over a network and there is no token.
+def require_token(token: bytes | None, endpoints: list[str], on_loopback: bool = False) -> None:
+    """Raise ConfigError when a coordinator is reached over a network (with `on_loopback` also this host's own), without a token.
 
     `endpoints`: host:port each. A name other than localhost counts as a network: what it resolves to is not this host's say.
     """
-    remote = [endpoint for endpoint in endpoints if not _is_loopback(endpoint)]
+    remote = [endpoint for endpoint in endpoints if on_loopback or not _is_loopback(endpoint)]
     if token is None and remote:
         raise ConfigError(
             f"the coordinator is reached over a network ({', '.join(remote)}) and there is no job token; make one with "
