@@ -93,6 +93,8 @@ class Cycle(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankPlace] = []
     active_nodes: list[str] = []
     spare_nodes: list[str] = []
+    placement: str = "first"
+    """How its nodes came about: "first", "respawn" (the same), "spare" (substituted), "shrink" or "grow"."""
     substituted: list[list[str]] = []
     """[lost node, the node that took its ranks] of the change that led here."""
     node_notes: dict[str, dict[str, Any]] = {}

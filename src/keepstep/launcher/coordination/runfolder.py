@@ -62,6 +62,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         ranks=c.places(),
         active_nodes=c.nodes,
         spare_nodes=c.spares,
+        placement=c.path,
         substituted=c.substituted,
         node_notes=_notes(c),
         counted=bool(decided is not None and decided.attrs.get("counted")),
@@ -72,7 +73,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
 
 def _recovery(c: CycleState) -> Recovery:
     """The path this cycle was started by, cheapest first: respawn on the same nodes, swap of a spare, checkpoint on disk."""
-    if c.path != "respawn":
+    if c.path == "spare":
         return "spare"
     return "checkpoint" if c.restored_from == "disk" else "respawn"
 
