@@ -74,12 +74,3 @@ def test_the_attempt_goes_on_when_the_coordinator_is_started_again(tmp_path: Pat
     assert len([r for r in records if r["type"] == "cycle"]) == 1
     assert not [r for r in records if r["type"] == "node_lost"]
     assert "end 400" in (led / "logs" / "cycle-0000.log").read_text()
-
-
-def test_loopback_endpoint_without_a_token_means_this_host(tmp_path: Path) -> None:
-    """As under torchrun: two launchers of one machine, no secret between them."""
-    flags = ("--nnodes", "2", "--rdzv-id", "job", "--rdzv-endpoint", "localhost:29517", "--no-zygote")
-    script = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
-    launches = [Launch(tmp_path, script, *flags, "--node-name", name) for name in ("a", "b")]
-    assert [launch.finish() for launch in launches] == [0, 0], launches[0].output
-    assert {launch.wait_line(r"^rank (\d) of 2$").group(1) for launch in launches} == {"0", "1"}
