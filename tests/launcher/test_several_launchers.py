@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.launcher.harness import Launch
+import pytest
+
+from keepstep.launcher.coordination.journal import read_records
+from tests.launcher.harness import Launch, wait_until
 
 # A plain script without torch: it counts in a file, so that a later cycle goes on.
 COUNTS = """
@@ -52,6 +55,8 @@ def test_a_spare_takes_the_ranks_of_a_killed_launcher(tmp_path: Path) -> None:
     assert (second.active_nodes, second.recovery, second.substituted) == (["a", "c"], "spare", [["b", "c"]])
     assert first.end_reason == "node_lost" and not first.counted
     a.check_partition()
+    # What the ranks left behind is swept away with them; the job's own processes are none of it.
+    assert "log funnel" not in a.output + c.output
 
 
 def test_without_a_spare_a_job_with_a_range_goes_on_smaller(tmp_path: Path) -> None:
@@ -63,3 +68,38 @@ def test_without_a_spare_a_job_with_a_range_goes_on_smaller(tmp_path: Path) -> N
     finish(tmp_path, a)
     assert [c.placement for c in a.cycles] == ["first", "shrink"]
     assert a.cycles[1].recovery == "respawn"
+
+
+STEPS = """
+import os, time
+import keepstep.trainer as ks
+run = ks.init()
+step = 0
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "cycle", os.environ["KEEPSTEP_CYCLE"], flush=True)
+done = os.environ["ROOT"] + "/done"
+while not os.path.exists(done):
+    with run.step(step):
+        time.sleep(0.02)
+    step += 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "code"), [("node-loss@node=b,step=20", -9), ("partition@node=b,step=20,seconds=6", 0)]
+)
+def test_an_injected_loss_of_a_node_is_found_by_its_lease(tmp_path: Path, spec: str, code: int) -> None:
+    flags = ["--nnodes", "2", "--spares", "1", "--rdzv-id", "job", "--no-zygote", "--inject", spec]
+    flags += ["--rdzv-conf", "lease=2,last_call_timeout=60"]
+    # The leader is never the one that is lost: it starts first.
+    a = Launch(tmp_path, STEPS, *flags, "--node-name", "a")
+    wait_until((tmp_path / "run" / "id").exists)
+    b, c = (Launch(tmp_path, STEPS, *flags, "--node-name", name) for name in ("b", "c"))
+    c.wait_line(r"^rank 1 of 2 cycle 1$")
+    lost = next(r for r in read_records(a.run_dir) if r["type"] == "node_lost")
+    assert (lost["node"], lost["why"]) == ("b", "not heard of for its lease of 2 s")
+    if code == 0:
+        assert "stopping the ranks of cycle 0" in b.output
+        b.wait_line(r"this node is a spare")
+    finish(tmp_path, a, c)
+    assert b.finish() == code

@@ -414,7 +414,9 @@ class Agent:
             self.say(f"injecting partition: no connection to the coordinator for {injection.seconds or 10.0:g} s")
             self._link.cut(injection.seconds or 10.0)
         elif injection.kind == "node-loss":
-            lose_node(cycle, self.infrastructure() - {coordinator})
+            # The job's own two go on: they stand for what another host would have.
+            writer = self._log_writer.pid if self._log_writer is not None else None
+            lose_node(cycle, self.infrastructure() - {coordinator, writer})
         else:
             injections.cause(injection, cycle, coordinator, self.say)
 
@@ -471,7 +473,8 @@ class Agent:
 
     def infrastructure(self) -> set[int]:
         """pids of this launcher's own helpers, which are no leftovers of ranks."""
-        pids = {self._coordinator.pid} if self._coordinator is not None and self._coordinator.pid is not None else set()
+        children = (self._coordinator, self._log_writer)
+        pids = {child.pid for child in children if child is not None and child.pid is not None}
         return pids | self._starter.pids() | (self._guard.pids if self._guard is not None else set())
 
 
