@@ -430,6 +430,20 @@ def scoped(channel: Channel, prefix: str) -> ScopedChannel:
     return ScopedChannel(channel, prefix)
 
 
+def open_decisions(channel: Channel) -> Channel:
+    """Where shared decisions of a supervised rank are kept, so that training goes on while the coordinator is away.
+
+    All ranks of a cycle must choose alike: the store of the cycle, where the launcher hosts it; memory for a job of one rank; else
+    `channel`. Raises ChannelError.
+    """
+    env = os.environ
+    if env.get("WORLD_SIZE") == "1":
+        return MemoryChannel()
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and isinstance(channel, AgentChannel):
+        return StoreChannel.from_environment(env[frames.ENV_RUN_ID])
+    return channel
+
+
 def open_channel() -> MemoryChannel | StoreChannel | AgentChannel:
     """The channel this process's environment asks for: the agent's socket, else a store for several ranks, else memory.
 

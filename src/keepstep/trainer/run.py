@@ -19,7 +19,7 @@ from keepstep.records import frames
 from keepstep.records import page as layout
 from keepstep.records.errors import ChannelError, NumericalError, StorageError
 from keepstep.records.inject import Injection
-from keepstep.trainer.channel import ABSENT, Channel, open_channel
+from keepstep.trainer.channel import ABSENT, Channel, open_channel, open_decisions
 from keepstep.trainer.inject import carry_out
 from keepstep.trainer.page import StepContext, Words, lease_overdue_s, make_steps, open_page
 
@@ -74,6 +74,8 @@ class Run:
         self._stop_asked_ns = 0
         self._notice_s = _notice_s() if supervised else None
         self._replays = 0
+        self._decisions: Channel | None = None
+        """Where shared decisions are kept; opened at the first one."""
         self._decision: Decision | None = None
         self._next_decision: int | None = None
         self._first_step: int | None = None
@@ -195,7 +197,9 @@ class Run:
         if step != self._next_decision:
             return None
         key = f"decision/{step}" if not self._replays else f"decision/replay-{self._replays}/{step}"
-        held = self.channel.cas(key, msgspec.to_builtins(self._proposal(step)))
+        if self._decisions is None:
+            self._decisions = open_decisions(self.channel) if self.supervised else self.channel
+        held = self._decisions.cas(key, msgspec.to_builtins(self._proposal(step)))
         self._decision = msgspec.convert(held, Decision)
         self._next_decision = step + self._decision.every
         self._words[layout.W_DECISIONS] += 1

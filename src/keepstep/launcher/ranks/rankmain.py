@@ -45,6 +45,7 @@ CASCADE_TYPES = {
     "ChannelError",
 }
 CASCADE_WORDS = (
+    "side channel:",
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
