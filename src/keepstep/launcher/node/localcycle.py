@@ -202,7 +202,9 @@ class LocalCycle:
 
     def _raise_fault(self, kind: str, rank: LocalRank, occurred_ns: int, detected_ns: int, detail: str) -> None:
         """Record and report the first fault. Times in CLOCK_MONOTONIC ns."""
-        anchor = self._host.anchor
+        detected_utc_ns = self._host.anchor.from_monotonic(detected_ns)
+        # Each mapping reads two clocks, some hundred nanoseconds apart: nothing is found before it happened.
+        occurred_utc_ns = min(self._host.anchor.from_monotonic(occurred_ns), detected_utc_ns)
 
         def make(message_id: int) -> m.Fault:
             self.fault = m.Fault(
@@ -210,8 +212,8 @@ class LocalCycle:
                 cycle=self.number,
                 kind=kind,
                 rank=rank.rank,
-                occurred_ns=anchor.from_monotonic(occurred_ns),
-                detected_ns=anchor.from_monotonic(detected_ns),
+                occurred_ns=occurred_utc_ns,
+                detected_ns=detected_utc_ns,
                 detail=detail,
             )
             return self.fault
