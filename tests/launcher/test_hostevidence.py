@@ -28,7 +28,6 @@ from keepstep.launcher.health.hangevidence import (
     parse_socket,
     query_ras,
     ras_refusal,
-    recorder_in,
     sockets_of,
     trigger,
 )
@@ -104,7 +103,7 @@ class TestCollect:
                     {3: rank.pid},
                     True,
                     2.0,
-                    recorder=recorder_in(tmp_path, tmp_path),
+                    recorder=Recorder(dump_prefix=f"{tmp_path}/dump_", pipe_prefix=f"{tmp_path}/pipe_"),
                     gpus=healthy_gpus,
                 )
             )
@@ -300,7 +299,7 @@ class TestFlightRecorder:
         (tmp_path / "node").mkdir()
         (tmp_path / "pipes").mkdir()
         (tmp_path / "evidence").mkdir()
-        return recorder_in(tmp_path / "node", tmp_path / "pipes")
+        return Recorder(dump_prefix=f"{tmp_path}/node/dump_", pipe_prefix=f"{tmp_path}/pipes/trigger_")
 
     @pytest.fixture
     def rank(self, recorder: Recorder) -> Iterator[Callable[[int, Callable[[Path], None]], FakeRank]]:
@@ -313,13 +312,6 @@ class TestFlightRecorder:
         yield start
         for item in ranks:
             item.close()
-
-    def test_ranks_learn_it_from_their_environment(self, recorder: Recorder) -> None:
-        assert recorder.environment() == {
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": recorder.pipe_prefix,
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": recorder.dump_prefix,
-            "TORCH_FR_DUMP_TEMP_FILE": recorder.dump_prefix,
-        }
 
     def test_a_dump_that_is_written_slowly_is_waited_for(
         self, recorder: Recorder, rank: Callable[..., FakeRank], tmp_path: Path

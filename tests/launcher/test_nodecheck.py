@@ -25,7 +25,6 @@ from keepstep.launcher.health.nodecheck import (
     check_network,
     check_room,
     failures,
-    quick_checks,
     run_checks,
 )
 from tests.disks import small_tmpfs
@@ -254,7 +253,7 @@ def no_gpus() -> GpuReport:
 class TestRun:
     def test_level_1_on_this_host(self, tmp_path: Path) -> None:
         begin = time.monotonic()
-        results = quick_checks(Request(run_dir=tmp_path, checkpoint_root=tmp_path), 10.0)
+        results = run_checks(1, Request(run_dir=tmp_path, checkpoint_root=tmp_path, timeout_s=10.0))
         assert time.monotonic() - begin < 11
         assert {"gpu", "clock", "checkpoint", "disk.run_dir", "memory"} <= set(by_name(results))
         assert not any(r.name.startswith("probe.") for r in results)

@@ -15,11 +15,9 @@ from keepstep.launcher.coordination.placement import (
     Shape,
     Waiting,
     block_nodes,
-    check_shape,
     place,
 )
 from keepstep.launcher.coordination.topology import distance, order
-from keepstep.records.errors import ConfigError
 
 LEVELS = st.lists(st.sampled_from("abc"), max_size=3)
 
@@ -180,16 +178,6 @@ def test_with_two_numbers_of_ranks_the_most_frequent_is_taken_and_survivors_stay
 @pytest.mark.parametrize(("nproc", "replica", "expected"), [(8, 1, 1), (8, 4, 1), (8, 16, 2), (8, 12, 3), (1, 6, 6)])
 def test_block_nodes(nproc: int, replica: int, expected: int) -> None:
     assert block_nodes(replica, nproc) == expected
-
-
-def test_a_shape_that_never_fits_is_refused() -> None:
-    check_shape(Shape(nnodes=4, min_nodes=3, replica_size=16), 8)
-    with pytest.raises(ConfigError, match=r"--nnodes 3 with 8 ranks a node .* multiple of 2 nodes"):
-        check_shape(Shape(nnodes=3, min_nodes=3, replica_size=16), 8)
-    with pytest.raises(ConfigError, match="--nnodes 5:7"):
-        check_shape(Shape(nnodes=7, min_nodes=5, replica_size=32), 4)
-    waiting = waits(place(Shape(nnodes=3, min_nodes=3, replica_size=16), nodes("a b c", nproc=8), None, set()))
-    assert "whole replicas of 16 ranks" in waiting.reason
 
 
 # ---- invariants
@@ -369,3 +357,8 @@ def test_shrinking_keeps_the_order_of_those_that_stay(
     assert stay == [name for name, _ in before if name in stay]
     if block_nodes(replica_size, 2) == 1:
         assert stay == [name for name, _ in before if name not in lost]
+
+
+def test_a_shape_that_never_fits_waits_and_says_why() -> None:
+    waiting = waits(place(Shape(nnodes=3, min_nodes=3, replica_size=16), nodes("a b c", nproc=8), None, set()))
+    assert "whole replicas of 16 ranks" in waiting.reason

@@ -100,9 +100,13 @@ def test_a_takeover_in_time_costs_no_cycle(make_net: MakeNet, reference: Referen
     opened = wait_record(net.run_dir, "open", count=2)
     assert opened["attempt"] == 0
     launches["h3"].wait_line(r"completed 28$")
+    assert len(records(net.run_dir, "cycle")) == 1
+    # The host that took over has rank 0: the other one must reach the next cycle's store there.
+    (pid,) = pids_of(net.run_dir, 0, "h3")
+    os.kill(pid, signal.SIGKILL)
+    assert wait_cycle(net.run_dir, 1)["master_addr"] == others[0].address
     net.open_gate()
     check_success([launches["h2"], launches["h3"]], reference(2), printed_by=2)
-    assert len(records(net.run_dir, "cycle")) == 1
 
 
 def test_a_coordinator_that_stood_still_leaves_when_another_has_taken_over(

@@ -34,7 +34,6 @@ class Hello(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="he
     """Address under which other nodes reach this one; "" means: as the coordinator sees it."""
     hosts_store: bool = False
     epoch: int = 0
-    nonce: str = ""
     proof: str = ""
     """HMAC over the server's challenge by a key from the job token (launcher/trust.py); "" over a Unix socket."""
     levels: list[str] = []
@@ -151,7 +150,6 @@ class Operator(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
     what: str
     run_id: str
     proof: str = ""
-    nonce: str = ""
     spec: str = ""
     node: str = ""
     reason: str = ""

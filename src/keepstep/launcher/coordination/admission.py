@@ -11,6 +11,8 @@ import contextlib
 import secrets
 import sys
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -24,6 +26,8 @@ MAX_FIRST_BYTES = 64 << 10
 FIRST_MESSAGE_S = 30.0
 TOO_BIG = 1009
 """Close code of RFC 6455, section 7.4.1."""
+
+T = TypeVar("T")
 
 _decode_hello = msgspec.json.Decoder(m.Hello).decode
 _decode_operator = msgspec.json.Decoder(m.Operator).decode
@@ -62,25 +66,24 @@ class Admission:
 
     async def admit(self, socket: WebSocket, network: bool, epoch: int) -> tuple[m.Hello, str]:
         """The Hello of an agent that may come in, and the address it comes from. Raises RefusedConnectionError."""
-        text, nonce = await self._first(socket, epoch)
-        try:
-            hello = _decode_hello(text)
-        except msgspec.MsgspecError as error:
-            self.count("malformed")
-            raise RefusedConnectionError(f"the first message must be hello: {error}") from None
+        hello, nonce = await self._opening(socket, epoch, _decode_hello, "the first message must be hello")
         self._check(network, nonce, hello.run_id, hello.node, hello.proof)
         return hello, socket.client.host if socket.client is not None and network else "127.0.0.1"
 
-    async def admit_operator(self, socket: WebSocket, network: bool, epoch: int) -> tuple[m.Operator, str]:
+    async def admit_operator(self, socket: WebSocket, network: bool, epoch: int) -> m.Operator:
         """The command of a person who may give one. Raises RefusedConnectionError."""
+        message, nonce = await self._opening(socket, epoch, _decode_operator, "malformed command")
+        self._check(network, nonce, message.run_id, "", message.proof)
+        return message
+
+    async def _opening(self, socket: WebSocket, epoch: int, decode: Callable[[str], T], what: str) -> tuple[T, str]:
+        """The first message and the challenge it had to answer; `what` is said of one that cannot be decoded."""
         text, nonce = await self._first(socket, epoch)
         try:
-            message = _decode_operator(text)
+            return decode(text), nonce
         except msgspec.MsgspecError as error:
             self.count("malformed")
-            raise RefusedConnectionError(f"malformed command: {error}") from None
-        self._check(network, nonce, message.run_id, "", message.proof)
-        return message, nonce
+            raise RefusedConnectionError(f"{what}: {error}") from None
 
     async def _first(self, socket: WebSocket, epoch: int) -> tuple[str, str]:
         await socket.accept()

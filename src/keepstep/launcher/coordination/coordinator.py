@@ -195,7 +195,7 @@ class Coordinator:
     async def serve_operator(self, socket: WebSocket, network: bool) -> None:
         """One command of a person: answered, then closed."""
         try:
-            message, _ = await self.admission.admit_operator(socket, network, self.journal.epoch)
+            message = await self.admission.admit_operator(socket, network, self.journal.epoch)
         except RefusedConnectionError as error:
             await self.admission.refuse(socket, m.Reply(epoch=self.journal.epoch, id=-1, ok=False, error=str(error)))
             return

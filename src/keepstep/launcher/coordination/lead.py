@@ -22,7 +22,6 @@ from keepstep.records.errors import KeepstepError
 MAX_DEATHS = 5
 DEATH_WINDOW_S = 20.0
 RETRY_S = 5.0
-DEFAULT_PORT = 29400
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

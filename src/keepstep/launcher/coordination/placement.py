@@ -15,7 +15,6 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.launcher.coordination.topology import choose, distance, order, scatter
-from keepstep.records.errors import ConfigError
 
 PlacementPath = Literal["first", "respawn", "spare", "shrink", "grow"]
 Seats = Sequence[tuple[str, int]]
@@ -71,18 +70,6 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     missing: int
     """At least so many more nodes must come."""
-
-
-def check_shape(shape: Shape, nproc: int) -> None:
-    """Raise ConfigError when no number of nodes with `nproc` ranks each fits the shape, so that waiting would never end."""
-    block = block_nodes(shape.replica_size, nproc)
-    fitting = shape.nnodes // block * block
-    if fitting < max(shape.min_nodes, 1):
-        asked = str(shape.nnodes) if shape.min_nodes == shape.nnodes else f"{shape.min_nodes}:{shape.nnodes}"
-        raise ConfigError(
-            f"--nnodes {asked} with {nproc} ranks a node never holds whole replicas of {shape.replica_size} ranks "
-            f"(--replica-size); take a multiple of {block} nodes"
-        )
 
 
 def block_nodes(replica_size: int, nproc: int) -> int:

@@ -55,14 +55,6 @@ class Recorder(msgspec.Struct, frozen=True, kw_only=True):
     dump_prefix: str
     pipe_prefix: str
 
-    def environment(self) -> dict[str, str]:
-        """Variables for the ranks (ProcessGroupNCCL.hpp, FlightRecorder.hpp; older torch knows only the NCCL names)."""
-        return {
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": self.pipe_prefix,
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": self.dump_prefix,
-            "TORCH_FR_DUMP_TEMP_FILE": self.dump_prefix,
-        }
-
 
 class Dump(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's flight-recorder dump.
@@ -78,15 +70,6 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     file: str | None = None
     """Name in the evidence folder."""
-
-
-def recorder_in(dumps: Path, pipes: Path) -> Recorder:
-    """Dumps in one folder of this node, pipes in another.
-
-    Both must exist before ranks start, and `pipes` must be on a local file system: a rank in which torch cannot make its pipe
-    fails when it makes its process group.
-    """
-    return Recorder(dump_prefix=str(dumps / "nccl_trace_rank_"), pipe_prefix=str(pipes / "nccl_trigger_rank_"))
 
 
 # ---- sockets

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.launcher.bounded import Pending, call_bounded
+from keepstep.launcher.bounded import Pending
 from keepstep.launcher.health.gpus import Gpu, GpuReport, read_gpus
 from keepstep.launcher.procs import available_memory_bytes
 
@@ -404,12 +404,3 @@ LEVEL_1: list[tuple[str, Check]] = [
     ("clock", check_clock),
     ("checkpoint", check_checkpoint_root),
 ]
-
-
-def quick_checks(request: Request, timeout_s: float) -> list[CheckResult]:
-    """Level 1 with a bound on everything, for an agent before it joins; one unknown result when even that runs out."""
-    bounded = msgspec.structs.replace(request, timeout_s=timeout_s)
-    try:
-        return call_bounded(lambda: run_checks(1, bounded), timeout_s + 1.0)
-    except TimeoutError:
-        return [CheckResult(name="node", ok=None, detail=f"no answer within {timeout_s:g} s")]

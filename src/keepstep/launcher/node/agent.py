@@ -86,6 +86,8 @@ class Agent:
         several = len(config.endpoints) > 1
         self._renewal = Renewal(self._link, config.lease_s, several, self._sample, self._on_extended)
         self._coordinator: Child | None = None
+        self._endpoint: str | None = None
+        """Where the own coordinator listens for other hosts."""
         self._log_writer: Child | None = None
         self._fenced = False
         self._care = NodeCare(config, self.say, self.infrastructure)
@@ -224,6 +226,7 @@ class Agent:
         return local + (remote if len(remote) > 1 else [])
 
     def _start_coordinator(self, endpoint: str | None, takes_over: bool = False) -> None:
+        self._endpoint = endpoint
         self._coordinator = coordinator_child(
             self.config,
             self._sockets,
@@ -245,6 +248,7 @@ class Agent:
         if self.config.endpoints and not self._over:
             self._coordinator = None
             self._leads = False
+            self._link.give_up_s = self.config.join_timeout_s
 
     def _on_hopeless(self, message: str) -> bool:
         """The coordinator does not stay up. Ranks train on without it: better to wait for the disk (say) than to end them."""
@@ -278,7 +282,9 @@ class Agent:
 
     def _hello(self, epoch: int) -> m.Hello:
         networked = bool(self.config.endpoints)
-        own = split_endpoint(self.config.endpoints[0])[0] if networked and self._leads else None
+        own = (
+            split_endpoint(self._endpoint)[0] if self._endpoint is not None and self._coordinator is not None else None
+        )
         return m.Hello(
             id=self._link.new_id(),
             cycle=self.cycles.number,

@@ -59,7 +59,7 @@ class Link:
         the CLOCK_MONOTONIC ns before which every target was found without a listener: no coordinator was up then.
         """
         self._targets = targets
-        self._give_up_s = give_up_s
+        self.give_up_s = give_up_s
         self._hello = hello
         self._on_command = on_command
         self._token = token
@@ -142,10 +142,10 @@ class Link:
             self._connection = None
             if refused and len(refused) == len(targets):
                 self._on_refused(began_ns)
-            if self._give_up_s is not None and time.monotonic() - lost_at > self._give_up_s:
+            if self.give_up_s is not None and time.monotonic() - lost_at > self.give_up_s:
                 where = ", ".join(t.address for t in self._targets())
                 why = str(pin) if pin else "the leading launcher is gone, or its host is"
-                raise RefusedError(f"no coordinator at {where} for {self._give_up_s:g} s: {why}")
+                raise RefusedError(f"no coordinator at {where} for {self.give_up_s:g} s: {why}")
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, MAX_RETRY_S) if not self._targets()[0].local else RETRY_S
 
