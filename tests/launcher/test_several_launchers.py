@@ -103,3 +103,24 @@ def test_an_injected_loss_of_a_node_is_found_by_its_lease(tmp_path: Path, spec: 
         b.wait_line(r"this node is a spare")
     finish(tmp_path, a, c)
     assert b.finish() == code
+
+
+LEAVES = STEPS.replace(
+    "        time.sleep(0.02)\n",
+    "        time.sleep(0.02)\n"
+    "    if (step, os.environ['RANK'], os.environ['KEEPSTEP_CYCLE']) == (20, '1', '0'):\n"
+    "        run.request_exclude_node('its disk is full')\n",
+)
+
+
+def test_a_rank_has_its_node_left_out_and_a_spare_takes_the_ranks(tmp_path: Path) -> None:
+    flags = ["--nnodes", "2", "--spares", "1", "--rdzv-id", "job", "--no-zygote"]
+    flags += ["--rdzv-conf", "last_call_timeout=60"]
+    a, b, c = (Launch(tmp_path, LEAVES, *flags, "--node-name", name) for name in ("a", "b", "c"))
+    c.wait_line(r"^rank 1 of 2 cycle 1$")
+    finish(tmp_path, a, b, c)
+    first, second = a.cycles
+    assert (first.end_reason, first.counted) == ("node_excluded", False)
+    assert (second.active_nodes, second.recovery) == (["a", "c"], "spare")
+    reasons = [r["reason"] for r in read_records(a.run_dir) if r["type"] == "excluded"]
+    assert reasons == ["rank 1 asked for it: its disk is full"]

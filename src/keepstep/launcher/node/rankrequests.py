@@ -1,4 +1,4 @@
-"""What ranks ask their launcher for, passed on to the coordinator; what all ranks of a node ask alike is passed on once."""
+"""What ranks ask their launcher for, passed on to the coordinator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.node.nodecycles import NodeCycles
-
-HELD_KEYS = "decision/"
-MAX_HELD = 64
 
 
 class RequestOwner(Protocol):
@@ -36,12 +33,11 @@ class RankRequests:
     def __init__(self, owner: RequestOwner) -> None:
         self.run_id = owner.run_id
         self._owner = owner
-        self._held: dict[str, asyncio.Future[Any]] = {}
         self._attached: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Another cycle begins: what ranks of the last one asked is over."""
-        self._held, self._attached = {}, {}
+        """Another cycle begins: none of its ranks has attached."""
+        self._attached = {}
 
     def inject(self, cycle: int, spec: str) -> str | None:
         """A rank came to the step of an injection that only the launcher can carry out; returns why not, or None."""
@@ -54,9 +50,6 @@ class RankRequests:
     async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
         """Forward a side-channel request of a rank to the coordinator. Raises ChannelError."""
         match op:
-            case "cas" if str(request["key"]).startswith(HELD_KEYS):
-                # Asked by every rank of this node, for a value that never changes: once for all of them.
-                result = await self._cas_once(cycle, str(request["key"]), request["value"])
             case "set" | "cas":
                 key, value, absent = str(request["key"]), request["value"], op == "cas"
                 result = await self._owner.send(
@@ -71,16 +64,6 @@ class RankRequests:
                 name, step = str(request["checkpoint"]), int(request["step"])
                 result = await self._owner.send(lambda i: m.Grant(id=i, cycle=cycle, checkpoint=name, step=step))
         return dict(result or {})
-
-    async def _cas_once(self, cycle: int, key: str, value: Any) -> Any:
-        held = self._held.get(key)
-        if held is None or (held.done() and (held.cancelled() or held.exception() is not None)):
-            held = self._held[key] = self._owner.send(
-                lambda i: m.KvSet(id=i, cycle=cycle, key=key, value=value, only_if_absent=True)
-            )
-            while len(self._held) > MAX_HELD:
-                self._held.pop(next(iter(self._held)))
-        return await asyncio.shield(held)
 
     async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
         """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude"). Raises ChannelError."""
