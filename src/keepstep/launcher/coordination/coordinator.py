@@ -450,8 +450,8 @@ class Coordinator:
             self._last_call = now - since["enough"] > self.config.last_call_s
             if job.phase != "done":
                 late = self.leases.expired(n for n in job.nodes if job.shape.movable)
-                # With nobody else there is nobody to give its ranks to, and nobody who waits for them.
-                if len(late) < len(job.nodes):
+                # When nobody at all is heard it is this host that is cut off, and there is nobody to give ranks to.
+                if late and self.leases.hears(job.nodes):
                     self._lost.update(dict.fromkeys(late, f"not heard of for its lease of {self.leases.base_s:g} s"))
             if self._connections:
                 since["empty"] = now

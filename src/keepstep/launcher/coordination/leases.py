@@ -68,6 +68,10 @@ class LeaseBook:
             return max(self._heard.get(node, self._started), self._started) + MARGIN * self.longest_s
         return max(self._until[node], self._heard[node] + MARGIN * self.base_s)
 
+    def hears(self, nodes: Iterable[str]) -> bool:
+        """Whether any of `nodes` was heard lately: a node that lives says something several times in a lease."""
+        return any(self.silence_s(n) < self.base_s / 2 for n in nodes)
+
     def forgive(self, gap_s: float) -> None:
         """The coordinator itself stood still for `gap_s`: that much silence does not count."""
         self._started += gap_s
