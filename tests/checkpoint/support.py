@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpoint.keys import trusted_public_key
-from keepstep.checkpoint.verify import VerifyReport, verify_checkpoint
+from keepstep.checkpoint.restore.verify import VerifyReport, verify_checkpoint
+from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.records.errors import StorageError
 from keepstep.trainer.channel import Channel, MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer

@@ -151,7 +151,7 @@ def test_torchrun_resumes_what_another_run_saved(root: Path, tmp_path: Path) -> 
 
 def test_importing_the_library_loads_neither_torch_nor_cryptography() -> None:
     script = (
-        "import sys, keepstep.trainer.checkpointer, keepstep.trainer.channel, keepstep.checkpoint.verify\n"
+        "import sys, keepstep.trainer.checkpointer, keepstep.trainer.channel, keepstep.checkpoint.restore.verify\n"
         "sys.exit(','.join({'torch', 'numpy', 'cryptography'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)

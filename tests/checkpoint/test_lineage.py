@@ -17,9 +17,9 @@ from tests.checkpoint.support import (
     save_steps,
 )
 
-from keepstep.checkpoint.layout import FolderName, check_run_id, parse_folder_name
-from keepstep.checkpoint.lineage import Listed, mark_abandoned
-from keepstep.checkpoint.manifest import Facts, Manifest, Writer
+from keepstep.checkpoint.format.layout import FolderName, check_run_id, parse_folder_name
+from keepstep.checkpoint.restore.lineage import Listed, mark_abandoned
+from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer
 from keepstep.records.errors import ConfigError
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tests.checkpoint.support import flip_bit, report_of, save_steps
 
-from keepstep.checkpoint.commit import commit, make_folder, writer_facts
-from keepstep.checkpoint.keys import key_path, public_key_path, signing_key, trusted_public_key
-from keepstep.checkpoint.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.manifest import Facts, UnsignedError, UntrustedKeyError, parse_manifest, sign_statement
-from keepstep.checkpoint.verify import read_manifest, verify_checkpoint
-from keepstep.checkpoint.writer import write_file
+from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
+from keepstep.checkpoint.restore.verify import read_manifest, verify_checkpoint
+from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.storage.writer import write_file
+from keepstep.checkpoint.trust.keys import key_path, public_key_path, signing_key, trusted_public_key
+from keepstep.checkpoint.trust.manifest import Facts, UnsignedError, UntrustedKeyError, parse_manifest, sign_statement
 from keepstep.records.errors import VerificationError
 
 NAME = FolderName(12, 3, 1, 0, "job7")

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from keepstep.checkpoint.dtypes import ITEM_BYTES
-from keepstep.checkpoint.plan import StoredTensor, TensorMeta, pieces_by_rank, plan_digest, stored
-from keepstep.checkpoint.shard import build_header, file_order, parse_header
+from keepstep.checkpoint.format.dtypes import ITEM_BYTES
+from keepstep.checkpoint.format.plan import StoredTensor, TensorMeta, pieces_by_rank, plan_digest, stored
+from keepstep.checkpoint.format.shard import build_header, file_order, parse_header
 from keepstep.records.errors import VerificationError
 
 metas = st.builds(

@@ -26,12 +26,12 @@ from tests.checkpoint.support import (
     save_steps,
 )
 
-from keepstep.checkpoint.keys import key_path, signing_key
-from keepstep.checkpoint.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED
-from keepstep.checkpoint.manifest import sign_statement
-from keepstep.checkpoint.quarantine import QuarantineRecord
-from keepstep.checkpoint.restore import read_checkpoint
-from keepstep.checkpoint.torch import set_rng_state
+from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED
+from keepstep.checkpoint.restore.quarantine import QuarantineRecord
+from keepstep.checkpoint.restore.vote import read_checkpoint
+from keepstep.checkpoint.torch.state import set_rng_state
+from keepstep.checkpoint.trust.keys import key_path, signing_key
+from keepstep.checkpoint.trust.manifest import sign_statement
 from keepstep.records.errors import ChannelError, RefuseToStartError, StorageError, VerificationError
 from keepstep.trainer.channel import MemoryChannel
 

@@ -381,7 +381,7 @@ def test_parents_form_a_chain(root: Path) -> None:
     first, second = save_steps(root, [1, 2])
     (third,) = save_steps(root, [3], cycle=1)
     reports = [report_of(path) for path in (first, second, third)]
-    from keepstep.checkpoint.verify import read_manifest
+    from keepstep.checkpoint.restore.verify import read_manifest
 
     facts = [read_manifest(path, trusted_key=None).facts for path in (first, second, third)]
     assert [fact and fact.parent for fact in facts] == [None, reports[0].digest, reports[1].digest]

@@ -27,8 +27,8 @@ from tests.checkpoint.support import (
 from tests.checkpoint.test_writer_and_keys import file_size_limit
 from tests.disks import small_tmpfs
 
-from keepstep.checkpoint.keys import key_path
-from keepstep.checkpoint.lineage import list_checkpoints
+from keepstep.checkpoint.restore.lineage import list_checkpoints
+from keepstep.checkpoint.trust.keys import key_path
 from keepstep.records.errors import ConfigError, StorageError
 from keepstep.trainer.channel import MemoryChannel
 

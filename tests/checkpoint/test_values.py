@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.values import decode, encode, join
+from keepstep.checkpoint.format.values import decode, encode, join
 from keepstep.records.errors import ConfigError, VerificationError
 
 

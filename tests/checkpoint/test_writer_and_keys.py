@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.disks import small_tmpfs
 
-from keepstep.checkpoint.keys import key_path, load_public_key, public_key_path, public_pem, signing_key
-from keepstep.checkpoint.writer import Hasher, replace_file, write_file
+from keepstep.checkpoint.storage.writer import Hasher, replace_file, write_file
+from keepstep.checkpoint.trust.keys import key_path, load_public_key, public_key_path, public_pem, signing_key
 from keepstep.records.errors import ConfigError, StorageError
 
 

@@ -155,7 +155,7 @@ def test_ranks_know_how_long_they_have_once_asked_to_stop(notice_s: float | None
 
 SLOW_DISK = """
 import time
-import keepstep.checkpoint.saver as saver
+import keepstep.checkpoint.save.saver as saver
 write = saver._write_own
 def slow(job, path):
     time.sleep(1.5)

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from keepstep.checkpoint.index import Index, check_state_name, file_layout
-from keepstep.checkpoint.keys import signing_key
-from keepstep.checkpoint.layout import FolderName, check_run_id
-from keepstep.checkpoint.restore import Life, Restore, restore
-from keepstep.checkpoint.saver import SaveJob, Saver
+from keepstep.checkpoint.format.index import Index, check_state_name, file_layout
+from keepstep.checkpoint.format.layout import FolderName, check_run_id
+from keepstep.checkpoint.restore.vote import Life, Restore, restore
+from keepstep.checkpoint.save.saver import SaveJob, Saver
+from keepstep.checkpoint.trust.keys import signing_key
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.channel import Channel, ScopedChannel, scoped
@@ -268,7 +268,7 @@ class Checkpointer:
 
     def _stage(self, step: int, begun_ns: int) -> SaveJob:
         assert self._life is not None
-        from keepstep.checkpoint.torch import capture, stage
+        from keepstep.checkpoint.torch.state import capture, stage
 
         run = self._run
         captured = capture(self.state, self._per_rank)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.checkpoint.layout import MARKERS, parse_folder_name
+from keepstep.checkpoint.format.layout import MARKERS, parse_folder_name
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.coordination.journal import epochs, read_marks
 from keepstep.launcher.coordination.runfolder import read_cycles

@@ -50,7 +50,7 @@ DEFAULT_PRELOAD = (
     "torch.multiprocessing",
     "multiprocessing.resource_tracker",
     "keepstep.trainer",
-    "keepstep.checkpoint.torch",
+    "keepstep.checkpoint.torch.state",
     "cryptography.hazmat.primitives.asymmetric.ec",
     "cryptography.hazmat.primitives.serialization",
 )

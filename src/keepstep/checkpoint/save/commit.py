@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.checkpoint.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED, SIDE_FOLDER, FolderName
-from keepstep.checkpoint.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
-from keepstep.checkpoint.writer import FileFact, fsync_folder, replace_file, storage_error
+from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED, SIDE_FOLDER, FolderName
+from keepstep.checkpoint.storage.writer import FileFact, fsync_folder, replace_file, storage_error
+from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
 

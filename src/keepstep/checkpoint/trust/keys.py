@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.checkpoint.writer import storage_error, write_all
+from keepstep.checkpoint.storage.writer import storage_error, write_all
 from keepstep.records.errors import ConfigError
 
 if TYPE_CHECKING:

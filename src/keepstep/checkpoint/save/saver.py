@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from keepstep.checkpoint.commit import commit, make_folder, write_latest, writer_facts
 from keepstep.checkpoint.exchange import Exchange
-from keepstep.checkpoint.index import Index
-from keepstep.checkpoint.layout import INDEX_NAME, FolderName, rank_file_name
-from keepstep.checkpoint.plan import StoredTensor, plan_digest
-from keepstep.checkpoint.restore import Life
-from keepstep.checkpoint.shard import build_header
-from keepstep.checkpoint.writer import FileFact, write_file
+from keepstep.checkpoint.format.index import Index
+from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
+from keepstep.checkpoint.format.plan import StoredTensor, plan_digest
+from keepstep.checkpoint.format.shard import build_header
+from keepstep.checkpoint.restore.vote import Life
+from keepstep.checkpoint.save.commit import commit, make_folder, write_latest, writer_facts
+from keepstep.checkpoint.storage.writer import FileFact, write_file
 from keepstep.records.errors import ChannelError, StorageError
 
 

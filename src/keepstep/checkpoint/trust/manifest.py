@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from keepstep.checkpoint.keys import public_pem
-from keepstep.checkpoint.layout import MARKER_SIGNED, MARKER_UNSIGNED, MARKERS, is_plain_file_name
-from keepstep.checkpoint.writer import FileFact
+from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, MARKERS, is_plain_file_name
+from keepstep.checkpoint.storage.writer import FileFact
+from keepstep.checkpoint.trust.keys import public_pem
 from keepstep.records.codec import to_json
 from keepstep.records.errors import VerificationError
 

@@ -12,12 +12,12 @@ import math
 
 import msgspec
 
-from keepstep.checkpoint.dtypes import ITEM_BYTES, NATIVE_BYTES
+from keepstep.checkpoint.format.dtypes import ITEM_BYTES, NATIVE_BYTES
 from keepstep.records.codec import to_json
 
 
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tensor of the index: `dtype` is a code of keepstep.checkpoint.dtypes, `shape` the global shape.
+    """One tensor of the index: `dtype` is a code of keepstep.checkpoint.format.dtypes, `shape` the global shape.
 
     `owner` is the only rank that writes it, or None when it is split over all replicas.
     """

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpoint.index import RANK_PREFIX, Buffer, FileLayout, Index, RankValues
-from keepstep.checkpoint.layout import INDEX_NAME
-from keepstep.checkpoint.plan import TensorMeta
-from keepstep.checkpoint.shard import file_order
-from keepstep.checkpoint.values import TAG, decode, encode, join
+from keepstep.checkpoint.format.index import RANK_PREFIX, Buffer, FileLayout, Index, RankValues
+from keepstep.checkpoint.format.layout import INDEX_NAME
+from keepstep.checkpoint.format.plan import TensorMeta
+from keepstep.checkpoint.format.shard import file_order
+from keepstep.checkpoint.format.values import TAG, decode, encode, join
 from keepstep.records.errors import ConfigError, RefuseToStartError, VerificationError
 
 _CODES: dict[torch.dtype, str] = {

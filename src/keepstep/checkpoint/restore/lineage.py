@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from keepstep.checkpoint.layout import FolderName, parse_folder_name
-from keepstep.checkpoint.manifest import Facts, Manifest, UnsignedError, UntrustedKeyError
-from keepstep.checkpoint.quarantine import quarantined
-from keepstep.checkpoint.verify import find_marker, read_manifest
-from keepstep.checkpoint.writer import storage_error
+from keepstep.checkpoint.format.layout import FolderName, parse_folder_name
+from keepstep.checkpoint.restore.quarantine import quarantined
+from keepstep.checkpoint.restore.verify import find_marker, read_manifest
+from keepstep.checkpoint.storage.writer import storage_error
+from keepstep.checkpoint.trust.manifest import Facts, Manifest, UnsignedError, UntrustedKeyError
 from keepstep.records.errors import StorageError, VerificationError
 
 if TYPE_CHECKING:

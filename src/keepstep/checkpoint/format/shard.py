@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from keepstep.checkpoint.dtypes import NATIVE_BYTES
-from keepstep.checkpoint.plan import StoredTensor
+from keepstep.checkpoint.format.dtypes import NATIVE_BYTES
+from keepstep.checkpoint.format.plan import StoredTensor
 from keepstep.records.errors import VerificationError
 
 ALIGN_BYTES = 4096

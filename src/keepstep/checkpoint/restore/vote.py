@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
-from keepstep.checkpoint.index import Assembly, own_buffers, parse_index
-from keepstep.checkpoint.keys import key_path, signing_key
-from keepstep.checkpoint.layout import INDEX_NAME, LATEST_NAME, quarantine_file, rank_file_name
-from keepstep.checkpoint.lineage import Listed, list_checkpoints
-from keepstep.checkpoint.manifest import Manifest
-from keepstep.checkpoint.quarantine import QuarantineRecord, write_quarantine
-from keepstep.checkpoint.shard import parse_header
-from keepstep.checkpoint.verify import check_files, read_manifest, read_verified
+from keepstep.checkpoint.format.index import Assembly, own_buffers, parse_index
+from keepstep.checkpoint.format.layout import INDEX_NAME, LATEST_NAME, quarantine_file, rank_file_name
+from keepstep.checkpoint.format.shard import parse_header
+from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints
+from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
+from keepstep.checkpoint.restore.verify import check_files, read_manifest, read_verified
+from keepstep.checkpoint.trust.keys import key_path, signing_key
+from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import ChannelError, ConfigError, RefuseToStartError, StorageError, VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    from keepstep.checkpoint.torch import Restored
+    from keepstep.checkpoint.torch.state import Restored
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Life:
     begin_ns = time.monotonic_ns()
     life, restored = _lead(task, fresh_start) if task.rank == 0 else _follow(task)
     if restored is not None and life.checkpoint is not None:
-        from keepstep.checkpoint.torch import load
+        from keepstep.checkpoint.torch.state import load
 
         load(state, restored, life.checkpoint)
     if task.rank == 0:
@@ -291,7 +291,7 @@ def read_checkpoint(folder: Path, manifest_digest: str | None, rank: int) -> Res
 
     The signature is not checked here: `manifest_digest` is the SHA-256 of a manifest whose signature was.
     """
-    from keepstep.checkpoint.torch import rebuild
+    from keepstep.checkpoint.torch.state import rebuild
 
     manifest = read_manifest(folder, trusted_key=None, allow_unsigned=True, expected_digest=manifest_digest)
     check_files(folder, manifest)

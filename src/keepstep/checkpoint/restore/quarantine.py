@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.checkpoint.layout import QUARANTINE_FOLDER, SIDE_FOLDER, quarantine_file
-from keepstep.checkpoint.writer import replace_file, storage_error
+from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, SIDE_FOLDER, quarantine_file
+from keepstep.checkpoint.storage.writer import replace_file, storage_error
 from keepstep.records.codec import to_pretty_json
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from keepstep.checkpoint.dtypes import ITEM_BYTES
-from keepstep.checkpoint.plan import Piece, StoredTensor, TensorMeta, pieces_by_rank, stored
-from keepstep.checkpoint.shard import Span
+from keepstep.checkpoint.format.dtypes import ITEM_BYTES
+from keepstep.checkpoint.format.plan import Piece, StoredTensor, TensorMeta, pieces_by_rank, stored
+from keepstep.checkpoint.format.shard import Span
 from keepstep.records.errors import ConfigError, VerificationError
 
 RANK_PREFIX = "rank"

@@ -1,0 +1,1 @@
+"""From a staged image to a committed checkpoint."""

@@ -1,0 +1,1 @@
+"""Who wrote a checkpoint and who says so: keys, manifests, trust policy, rollback records."""
