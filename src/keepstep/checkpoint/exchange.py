@@ -63,6 +63,12 @@ class Exchange(Protocol):
     def set(self, key: str, value: Any) -> None:
         """Set `key`."""
 
+    def get(self, key: str) -> Any:
+        """The value of `key`; no JSON value when it was never set."""
+
+    def cas(self, key: str, value: Any) -> Any:
+        """Set `key` unless it is set; return the value that now holds."""
+
     def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
         """Values of `keys` once all are set."""
 

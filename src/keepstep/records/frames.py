@@ -51,6 +51,8 @@ ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
 ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
 ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+ENV_MEMORY_TIER = "KEEPSTEP_MEMORY_TIER"
+"""What the launcher keeps in memory of checkpoints: off, node or peer."""
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
 
