@@ -18,17 +18,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+import keepstep
 from keepstep.checkpoint.save.sealing import Sealed
 from keepstep.checkpoint.storage.targets import Fault, TargetSpec
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.records.errors import ConfigError, KeepstepError, StorageError, VerificationError
 from keepstep.records.frames import MAX_FRAME_BYTES, pack
 
-_MODULE = "keepstep.checkpoint.save.writerproc"
+# The very package this process runs, however its path came about; the working directory is never searched.
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import keepstep; sys.path.append(sys.path.pop(0)); "
+    "from keepstep.checkpoint.save.writerproc import main; main(sys.argv[2:])"
+)
 _KILL_WAIT_S = 1.0
 ERROR_KINDS: dict[str, type[KeepstepError]] = {"ConfigError": ConfigError, "VerificationError": VerificationError}
 
@@ -94,7 +100,7 @@ class _Child:
             tie = threading.current_thread() is threading.main_thread()
             numbers = (theirs.fileno(), os.getpid(), int(tie), nice, -1 if io_level is None else io_level)
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *map(str, numbers)],
+                [sys.executable, "-P", "-c", _BOOT, str(Path(keepstep.__file__).parents[1]), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

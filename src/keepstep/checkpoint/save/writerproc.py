@@ -1,8 +1,8 @@
 """The writer process: one beside each rank, seals and writes the images that the rank stages in shared memory.
 
-`python -m keepstep.checkpoint.save.writerproc FD PARENT_PID TIE NICE IO_LEVEL`: requests come over socket FD and are answered one
-after the other. Frames are those of keepstep.records.frames; every request and every reply carries `id`. `seal` and
-`write` bring the buffer's memfd as SCM_RIGHTS with their first byte. It imports no torch.
+`main(["FD", "PARENT_PID", "TIE", "NICE", "IO_LEVEL"])`: requests come over socket FD and are answered one after the other. Frames
+are those of keepstep.records.frames; every request and every reply carries `id`. `seal` and `write` bring the buffer's memfd as
+SCM_RIGHTS with their first byte. No torch is imported.
 
   warm   {}                                     -> {pid, digest, fingerprint}   algorithms, loaded and tried
   seal   {file_bytes} + fd                      -> {sealed}
@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -159,7 +158,3 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.suppress(ConnectionError):
         Server(socket.socket(fileno=fd)).serve()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
