@@ -124,7 +124,9 @@ class TestDurable:
 
 class TestHighWater:
     @staticmethod
-    def put(lead: Lead, step: int, rebase: str = "", root: str = "root", digest: str = DIGEST, cycle: int = 0) -> m.Reply:
+    def put(
+        lead: Lead, step: int, rebase: str = "", root: str = "root", digest: str = DIGEST, cycle: int = 0
+    ) -> m.Reply:
         mark = m.HighWater(step=step, cycle=0, digest=digest)
         reply = lead.take(("a", m.MarkSet(id=next(_ids), cycle=cycle, root_id=root, mark=mark, rebase=rebase)))
         assert reply is not None
