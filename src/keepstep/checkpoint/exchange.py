@@ -22,7 +22,7 @@ class KeptSet(msgspec.Struct, frozen=True, kw_only=True):
     copied: int = 0
     """Files that are in the memory of two nodes or more."""
     facts: dict[str, Any] = {}
-    """What the facts of all its files say alike."""
+    """What the facts of its files say alike, as far as the first of them were looked at."""
 
 
 class KeptFile(msgspec.Struct, frozen=True, kw_only=True):

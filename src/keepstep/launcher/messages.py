@@ -178,7 +178,7 @@ class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
     """Ask for the rank map of the current cycle: {node_spans, spare_nodes, scatter}."""
 
 
-class HeldImage(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+class HeldImage(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
     """One file of a checkpoint in a node's memory. `facts` is for ranks; `copy`: it was written on another node."""
 
     checkpoint: str
@@ -211,7 +211,7 @@ class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
-    """Who holds this image? {image: HeldImage, holders: [[node, address], ...]}, holders in random order; no image: nobody does."""
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them in random order; or {holders: []}."""
 
     checkpoint: str
     file: str
