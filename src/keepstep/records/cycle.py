@@ -43,6 +43,14 @@ RestoredFrom = Literal["shm", "peer", "disk", "object", "none"]
 Recovery = Literal["in_process", "respawn", "spare", "checkpoint"]
 
 
+class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a run was interrupted (`keepstep.goodput.history`), over how much node time, since when (RFC 3339)."""
+
+    failures: int
+    node_s: float
+    since: str
+
+
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank ran and how it ended. `exit` is "exit N", a signal name, or None while it runs."""
 
@@ -100,6 +108,8 @@ class Cycle(msgspec.Struct, frozen=True, kw_only=True):
     node_notes: dict[str, dict[str, Any]] = {}
     """What a node has to say of its part: GPU memory that was waited for, output that was lost."""
     counted: bool = False
+    history: FailureHistory | None = None
+    """Of the whole run up to the begin of this cycle; None in its first one."""
     master_addr: str | None = None
     master_port: int | None = None
 
