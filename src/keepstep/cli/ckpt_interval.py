@@ -219,7 +219,7 @@ def _inputs(advice: IntervalAdvice) -> Table:
             "failures alone; they contradict the prior" if rate.prior_set_aside else "prior and failures",
         ),
         ("M, time to failure", format_duration_s(advice.mttf_s), "nodes times rate"),
-        ("bounds", f"{format_duration_s(advice.min_s)} to {format_duration_s(advice.max_s)}", "--min, --max, 4 d, P"),
+        ("bounds", f"{format_duration_s(advice.min_s)} to {format_duration_s(advice.max_s)}", "--min, --max, 4 d"),
     ):
         table.add_row(label, value, origin)
     return table

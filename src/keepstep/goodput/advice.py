@@ -72,14 +72,14 @@ def advise(
     min_s: float = MIN_INTERVAL_S,
     max_s: float = MAX_INTERVAL_S,
 ) -> IntervalAdvice:
-    """Compute everything. `min_s` is raised to MIN_BLOCKS times `block_s` and to the persist lag, and goes before `max_s`.
+    """Compute everything. `min_s` is raised to MIN_BLOCKS times `block_s`, and goes before `max_s`.
 
     Raises ValueError for negative times.
     """
     mttf = mttf_s(rate.rate_per_node_day, nodes)
     short, long = mttf_s(rate.high, nodes), mttf_s(rate.low, nodes)
     all_s = intervals(block_s, mttf, persist_lag_s)
-    least_s = max(min_s, MIN_BLOCKS * block_s, persist_lag_s)
+    least_s = max(min_s, MIN_BLOCKS * block_s)
     advised_s = max(least_s, min(all_s.optimal, max_s))
     at = (block_s, mttf, restart_s, persist_lag_s)
     return IntervalAdvice(

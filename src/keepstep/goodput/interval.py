@@ -61,12 +61,12 @@ def optimal_s(block_s: float, mttf_s: float, persist_lag_s: float = 0.0) -> floa
 
     It maximises tau / (e^((tau + d) / M) - 1), hence `exact` and `exact_restart_immune` alike. A persist lag P takes the same
     factor e^(-P/M) off every interval and does not move it either, unless it is longer: with one save in flight the next one
-    cannot begin before the last is durable, so the interval is at least P (see `exact`). Form with Lambert's W: Bougeret,
+    waits until the last is durable, and training longer is better than waiting, up to M. Form with Lambert's W: Bougeret,
     Casanova, Rabie, Robert, Vivien, "Checkpointing strategies for parallel jobs", SC 2011.
     """
     _check(mttf_s, block_s, persist_lag_s)
     # -exp(-1 - d/M) is (gap - 1) / e with this gap, which keeps its digits where d is small beside M.
-    return max(mttf_s * one_plus_w0(-math.expm1(-block_s / mttf_s)), persist_lag_s)
+    return max(mttf_s * one_plus_w0(-math.expm1(-block_s / mttf_s)), min(persist_lag_s, mttf_s))
 
 
 # ---- goodput
@@ -75,14 +75,14 @@ def optimal_s(block_s: float, mttf_s: float, persist_lag_s: float = 0.0) -> floa
 def exact(tau_s: float, block_s: float, mttf_s: float, restart_s: float = 0.0, persist_lag_s: float = 0.0) -> float:
     """Expected share of wall-clock that becomes lasting training, failures also hitting restarts. Exact for Poisson failures.
 
-    tau e^(-(R + P) / M) / (M (e^(L / M) - 1)) with the period L = max(tau, P) + d.
+    tau e^(-(R + P) / M) / (M (e^((tau + d) / M) - 1)) for tau >= P.
 
-    Why: failures come M apart on average, and e^(-R/M) of them are followed by a restart that reaches training. A life that trains
-    for X, exponential with mean M, leaves the work of its last durable save behind: save k stops blocking at k L and is durable at
-    k L + P, so floor((X - P) / L) saves count, and the sum over k of P(X >= k L + P) is e^(-P/M) / (e^(L/M) - 1). What is redone is
-    thus the time since the last *durable* save. With tau < P each save first waits for the one before: the period grows, the
-    work in it does not. A failure ends the write of a save that is not durable; what outlives the ranks belongs into a
-    shorter P.
+    Why: failures come M apart on average, and e^(-R/M) of them are followed by a restart that reaches training. A life that
+    trains for X, exponential with mean M, leaves the work of its last durable save behind. The first save stops blocking at
+    tau + d, each further one a period L = max(tau, P) + d later, since it waits for the one in flight; each is durable P after
+    that. The sum over k of P(X >= tau + d + (k - 1) L + P) is e^(-(tau + d + P)/M) / (1 - e^(-L/M)). What is redone is thus the
+    time since the last *durable* save. A failure ends the write of a save that is not durable yet; what outlives the ranks
+    belongs into a shorter P.
     """
     return math.exp(-restart_s / mttf_s) * _kept(tau_s, block_s, mttf_s, restart_s, persist_lag_s) / mttf_s
 
@@ -97,12 +97,11 @@ def exact_restart_immune(
 def _kept(tau_s: float, block_s: float, mttf_s: float, restart_s: float, persist_lag_s: float) -> float:
     """Mean seconds of training that one life leaves behind in durable saves."""
     _check(mttf_s, tau_s, block_s, restart_s, persist_lag_s)
-    periods = (max(tau_s, persist_lag_s) + block_s) / mttf_s
-    if periods > 700.0:
-        return 0.0
-    if periods == 0.0:  # saves that cost nothing, all the time: nothing is ever lost
-        return mttf_s * math.exp(-persist_lag_s / mttf_s)
-    return tau_s * math.exp(-persist_lag_s / mttf_s) / math.expm1(periods)
+    period_s = max(tau_s, persist_lag_s) + block_s
+    first = math.exp(-(tau_s + block_s + persist_lag_s) / mttf_s)
+    if period_s == 0.0:  # saves that cost nothing, all the time: nothing is ever lost
+        return mttf_s
+    return tau_s * first / -math.expm1(-period_s / mttf_s)
 
 
 def first_order(
@@ -154,7 +153,7 @@ class Flatness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def intervals(block_s: float, mttf_s: float, persist_lag_s: float = 0.0) -> Intervals:
-    """All formulas side by side; `optimal` is at least the persist lag, the others know nothing of it."""
+    """All formulas side by side; only `optimal` knows of the persist lag."""
     return Intervals(
         young=young_s(block_s, mttf_s),
         daly=daly_s(block_s, mttf_s),
