@@ -68,6 +68,13 @@ class TestGamma:
         if x > 1e-290:
             assert gamma_cdf(x, shape) == pytest.approx(p, rel=1e-8, abs=1e-12)
 
+    def test_large_shapes(self) -> None:
+        """Where the normal approximation takes over, both agree; far beyond, mean and spread are right."""
+        x = gamma_quantile(0.95, 99_999.0)
+        assert gamma_quantile(0.95, 100_001.0) == pytest.approx(x + 2, abs=0.03)
+        assert gamma_cdf(x + 2, 100_001.0) == pytest.approx(0.95, abs=1e-5)
+        assert gamma_quantile(0.95, 1e9) == pytest.approx(1e9 + 1.644854 * math.sqrt(1e9), rel=1e-8)
+
     def test_refusals(self) -> None:
         assert gamma_quantile(0.0, 2.0) == gamma_cdf(-1.0, 2.0) == 0.0
         for p, shape in ((1.0, 1.0), (0.5, 0.0), (0.5, math.nan)):
