@@ -157,9 +157,9 @@ print("history", rate.failures, round(rate.exposure_node_days * 86400, 3), rate.
 
 def test_a_real_run_that_failed_and_went_on(tmp_path: Path) -> None:
     """Ranks of the next cycle learn of the failure, the ramp slows their first steps, the verb reads what was measured."""
-    script = training(40, 10).replace("step = ckpt.restore()", f"{HISTORY}\nstep = ckpt.restore()")
+    script = training(24, 6).replace("step = ckpt.restore()", f"{HISTORY}\nstep = ckpt.restore()")
     launch = Launch(
-        tmp_path, script, "--nproc-per-node=2", "--inject", "raise@step=25,rank=1",
+        tmp_path, script, "--nproc-per-node=2", "--inject", "raise@step=15,rank=1",
         "--failure-prior", "2.5", "--power-ramp", f"{RAMP_S}",
     )  # fmt: skip
     assert launch.finish() == 0, launch.output

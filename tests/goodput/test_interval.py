@@ -182,7 +182,7 @@ def test_limits() -> None:
     assert exact(0.0, 0.0, 100.0) == pytest.approx(1.0)
     assert exact(1e6, 1.0, 100.0) == 0.0
     assert (first_order(0.0, 1.0, 100.0), meta(0.0, 1.0, 100.0)) == (-math.inf, 0.0)
-    for bad in ((-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)):
+    for bad in ((-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf)):
         with pytest.raises(ValueError, match="finite times"):
             optimal_s(*bad)
 

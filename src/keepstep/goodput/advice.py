@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from keepstep.goodput.interval import (
@@ -95,7 +93,7 @@ def advise(
         mttf_s=mttf,
         mttf_interval_s=(short, long),
         interval_s=all_s,
-        optimal_interval_s=(_optimal(block_s, short, persist_lag_s), _optimal(block_s, long, persist_lag_s)),
+        optimal_interval_s=(optimal_s(block_s, short, persist_lag_s), optimal_s(block_s, long, persist_lag_s)),
         goodput=goodput_forms(advised_s, *at),
         goodput_at={name: goodput_forms(tau_s, *at) for name, tau_s in msgspec.structs.asdict(all_s).items()},
         goodput_interval=(
@@ -104,7 +102,3 @@ def advise(
         ),
         flatness=flatness(*at),
     )
-
-
-def _optimal(block_s: float, mttf: float, persist_lag_s: float) -> float:
-    return optimal_s(block_s, mttf, persist_lag_s) if math.isfinite(mttf) else math.inf

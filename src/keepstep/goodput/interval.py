@@ -5,7 +5,7 @@ the begin of the next save); `block_s` time that training stands still for a sav
 job; `restart_s` from a failure to training again (detection, decision, replacement, start, load); `persist_lag_s` from the end of
 a save's blocking part until it is durable. Failures are a Poisson process.
 
-Every function raises ValueError when a time is negative or not a number, or `mttf_s` is not positive.
+Every function raises ValueError when a time is negative or not finite, or `mttf_s` is not positive and finite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLATNESS_FACTORS = (0.5, 1.5, 2.0, 4.0)
 
 
 def _check(mttf_s: float, *times_s: float) -> None:
-    if not mttf_s > 0.0 or any(not (0.0 <= t < math.inf) for t in times_s):
+    if not 0.0 < mttf_s < math.inf or any(not 0.0 <= t < math.inf for t in times_s):
         raise ValueError(f"times {times_s} s and mean time to failure {mttf_s} s: need finite times >= 0 and MTTF > 0")
 
 
