@@ -68,8 +68,10 @@ class Chain:
     def live(self, world: int = 1, **changes: Any) -> Chain:
         """The next life, which must end well, or by its own kill if it has one."""
         statuses = self.statuses(world, **changes)
-        wanted = -signal.SIGKILL if changes.get("kill_at") is not None else 0
-        assert all(status == wanted for status in statuses), f"{statuses}\n{self.log}"
+        if changes.get("kill_at") is None:
+            assert not any(statuses), f"{statuses}\n{self.log}"
+        else:  # the others are killed too, or notice before that their peer is gone
+            assert all(statuses) and statuses[changes.get("kill_rank", 0)] == -signal.SIGKILL, f"{statuses}\n{self.log}"
         self.begins.append(self.record(0, len(self.begins))["begin"])
         return self
 
@@ -124,10 +126,10 @@ def main() -> None:
     """Serve lives until standard input ends."""
     import numpy  # noqa: F401
     import torch._dynamo  # optimizers import it at their first step
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: F401
 
-    import keepstep.checkpoint.torch.state
+    import keepstep.checkpoint.torch.state  # noqa: F401
     import tests.resume.training  # noqa: F401
 
     for line in sys.stdin:

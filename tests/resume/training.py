@@ -31,7 +31,7 @@ WINDOW = 2
 
 class Options(msgspec.Struct, kw_only=True):
     """What one life of the training does. `kill_at`: rank `kill_rank` kills itself with SIGKILL before that step begins.
-    `term_at`: it sends SIGTERM to itself and to the workers of its loader, as a scheduler does, in the middle of that step.
+    `term_at`: SIGTERM reaches the ranks and the workers of their loaders in the middle of that step.
 
     `parts`: any of sched, scaler, window (gradient accumulation), dropout, ema, critic (a second model and optimizer), workers.
     `forget`: this entry of the state ("rng": the random state) is not loaded, the mistake a test must be able to see.
@@ -160,7 +160,9 @@ class Training:
 
     def _wrap(self) -> torch.nn.Module:
         if self.options.wrap == "ddp":
-            return torch.nn.parallel.DistributedDataParallel(self.model)
+            # Otherwise DDP lays its buckets out anew after the first backward pass of a process, and with more than two ranks
+            # the place in a bucket decides in which order gradients are added: the last bits of one step would differ.
+            return torch.nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
         if self.options.wrap == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -190,7 +192,8 @@ class Training:
         """Batches without end, epoch after epoch."""
         augment = "workers" in self.parts
         data = Samples(self.options.samples, exact=self.options.exact, augment=augment)
-        loader = DataLoader(data, batch_sampler=self.sampler, num_workers=2 if augment else 0)
+        more: dict[str, Any] = {"num_workers": 2, "worker_init_fn": ks.outlive_sigterm} if augment else {}
+        loader = DataLoader(data, batch_sampler=self.sampler, **more)
         while True:
             yield from self.sampler.deliver(loader)
 
@@ -211,6 +214,7 @@ class Training:
         if "critic" in self.parts:
             self.critic_optim.zero_grad()
             (self.critic(x) - error.detach()).square().mean().backward()
+            self._average(self.critic)
             self.critic_optim.step()
         mask = F.dropout(torch.ones(64), 0.5)
         return {
@@ -222,11 +226,8 @@ class Training:
         }
 
     def _update(self) -> None:
-        if self.world > 1 and not self.options.wrap:
-            for parameter in self.model.parameters():
-                dist.all_reduce(parameter.grad)
-                if not self.options.exact:
-                    parameter.grad.div_(self.world)  # type: ignore[union-attr]
+        if not self.options.wrap:
+            self._average(self.model)
         if "scaler" in self.parts:
             self.scaler.step(self.optim)
             self.scaler.update()
@@ -238,6 +239,12 @@ class Training:
         if "ema" in self.parts:
             self.ema.update_parameters(self.model)
 
+    def _average(self, model: torch.nn.Module) -> None:
+        for parameter in model.parameters() if self.world > 1 else ():
+            dist.all_reduce(parameter.grad)
+            if not self.options.exact:
+                parameter.grad.div_(self.world)  # type: ignore[union-attr]
+
     def digests(self) -> dict[str, str]:
         """All state of this rank."""
         own = {"torch": torch.get_rng_state(), "python": str(random.getstate()), "numpy": str(numpy.random.get_state())}
@@ -245,6 +252,17 @@ class Training:
         for name, entry in self.state.items():
             digests(entry.state_dict(), name, found)
         return found
+
+
+def send_notice() -> None:
+    """SIGTERM to this process and its children, from a process that is none of them, as a scheduler's daemon is."""
+    group = os.getpgrp()
+    sender = os.fork()
+    if sender == 0:
+        os.setpgid(0, 0)
+        os.killpg(group, signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(sender, 0)
 
 
 def train(options: Options) -> None:
@@ -278,7 +296,7 @@ def train(options: Options) -> None:
             with run.step(step):
                 batch = next(batches)
                 if step == options.term_at:
-                    os.killpg(0, signal.SIGTERM)
+                    send_notice()
                 used = training.step(step, batch)
             print(json.dumps({"step": step, **used}), file=ledger, flush=True)
             step += 1

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +57,25 @@ def make_order(samples: int, key: int) -> Callable[[int], int]:
                 return place
 
     return place_to_sample
+
+
+def outlive_sigterm(worker_id: int = 0) -> None:
+    """`worker_init_fn` for a DataLoader: its workers outlive a SIGTERM from anybody but the process they work for.
+
+    A scheduler sends its notice to every process of the job. torch's workers end at once, and the training fails at the next
+    batch, before it came to its last save. With this they go on until the training, which alone knows when it is done, ends
+    them. Linux only; begins a thread in the worker.
+    """
+
+    def wait() -> None:
+        while True:
+            received = signal.sigwaitinfo({signal.SIGTERM})
+            if received.si_pid == parent or os.getppid() != parent:
+                os._exit(128 + signal.SIGTERM)
+
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads begun from here on inherit it
+    threading.Thread(target=wait, daemon=True, name="keepstep-sigterm").start()
 
 
 class ResumableSampler:
