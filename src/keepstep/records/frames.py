@@ -39,6 +39,12 @@ ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
+ENV_CKPT_ROOT = "KEEPSTEP_CKPT_ROOT"
+"""Takes the place of a Checkpointer's `root`; a further Checkpointer of the same process gets the ending ".1", and so on."""
+ENV_CKPT_EVERY_STEPS = "KEEPSTEP_CKPT_EVERY_STEPS"
+"""Takes the place of a Checkpointer's cadence."""
+ENV_RESUME_CHECK = "KEEPSTEP_RESUME_CHECK"
+"""Set by `keepstep doctor resume` for the runs it compares; see keepstep.trainer.observed."""
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -93,6 +93,12 @@ def _check_cadence(every_steps: int | None, every_seconds: float | None) -> None
         raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
 
 
+def _steps_of(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{frames.ENV_CKPT_EVERY_STEPS}={text!r} is not a number of steps")
+    return int(text)
+
+
 class Checkpointer:
     """Saves and restores `state`.
 
@@ -123,6 +129,8 @@ class Checkpointer:
         ranks wait for one another in a save or a restore. `max_failures` failed saves in a row make the next one raise
         StorageError. Raises ConfigError for a bad argument.
         """
+        if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
+            every_steps, every_seconds = _steps_of(text), None
         _check_cadence(every_steps, every_seconds)
         for name in state:
             check_state_name(name)
@@ -135,6 +143,8 @@ class Checkpointer:
             from keepstep.trainer.run import current
 
             run = current()
+        if other := os.environ.get(frames.ENV_CKPT_ROOT):
+            root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other
         self.root = Path(root)
         self.state = state
         self._run: RunLike = run
@@ -240,7 +250,12 @@ class Checkpointer:
         if self._closed:
             raise ConfigError("Checkpointer: closed")
         with self._run.section("checkpoint"):
-            return self._save(step, time.monotonic_ns())
+            begun = self._save(step, time.monotonic_ns())
+        if begun and frames.ENV_RESUME_CHECK in os.environ and self._run.checkpointers[0] is self:
+            from keepstep.trainer.observed import after_save
+
+            after_save(self, step)
+        return begun
 
     def _save(self, step: int, begin_ns: int) -> bool:
         self.wait()
