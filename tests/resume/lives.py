@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def host_store(world: int, writer: int) -> None:
 
 
 def be_rank(env: dict[str, str], options: dict[str, Any], log: str) -> None:
-    """Run the training as one rank; never returns."""
+    """Run the training, or the script that `options` name, as one rank; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -197,9 +198,13 @@ def be_rank(env: dict[str, str], options: dict[str, Any], log: str) -> None:
         for stream in (1, 2):
             os.dup2(fd, stream)
         os.environ.update(env)
-        from tests.resume.training import Options, train
+        if "script" in options:
+            sys.argv = [options["script"], *options["args"]]
+            runpy.run_path(options["script"], run_name="__main__")
+        else:
+            from tests.resume.training import Options, train
 
-        train(msgspec.convert(options, Options))
+            train(msgspec.convert(options, Options))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

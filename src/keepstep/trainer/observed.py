@@ -81,6 +81,8 @@ def _reachable(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             for name, value in list(frame.f_locals.items()):
                 if not name.startswith("__"):
                     yield from _with_parts(name, value)
+            if frame.f_code.co_name == "<module>":
+                return  # the script itself; below it is whoever runs it
         frame = frame.f_back
 
 

@@ -136,7 +136,7 @@ def check_resume(options: CheckOptions, run_script: Runner | None = None) -> Res
     run_script(options, whole, None)
     expected = _committed(whole, options)
     run_script(options, again, None)
-    run_script(options, stopped, inject=f"kill@step={options.kill_step},rank={options.kill_rank}")
+    run_script(options, stopped, f"kill@step={options.kill_step},rank={options.kill_rank}")
     restored = _restored_step(stopped, options)
     found = checkpoints_by_step(stopped.root, {0: restored})
     noise = _nondeterministic(whole, again, expected, _committed(again, options))
@@ -174,7 +174,7 @@ def _is_begin(difference: Difference, restored: int) -> bool:
 # ---- running
 
 
-def supervised(options: CheckOptions, run: RunFolder, inject: str | None = None) -> None:
+def supervised(options: CheckOptions, run: RunFolder, inject: str | None) -> None:
     """One `keepstep run` of the script. Raises KeepstepError, with the end of its output, when it does not end well."""
     run.path.mkdir(parents=True)
     command = [sys.executable, "-m", "keepstep.cli.main", "run", "--standalone", "--run-dir", str(run.run_dir)]
@@ -235,8 +235,8 @@ def _restored_step(run: RunFolder, options: CheckOptions) -> int:
     cycle, restored = last_life(run.root)
     if cycle == 0:
         raise KeepstepError(
-            f"no rank was killed and resumed: the script ended before step {options.kill_step} began, has no `with run.step(n)`, or "
-            f"saved nothing afterwards (output: {run.log}); give a smaller --kill-at"
+            f"no rank was killed and resumed: the script ended before step {options.kill_step} began, has no `with run.step(n)`, "
+            f"or saved nothing afterwards (output: {run.log}); give a smaller --kill-at"
         )
     if not restored:
         raise KeepstepError(
