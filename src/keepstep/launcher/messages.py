@@ -213,7 +213,7 @@ class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
-    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them in random order; or {holders: []}."""
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them, in random order; or none."""
 
     checkpoint: str
     file: str

@@ -60,6 +60,12 @@ ENV_FLEET_PRIOR = "KEEPSTEP_FLEET_PRIOR"
 file."""
 ENV_POWER_RAMP_S = "KEEPSTEP_POWER_RAMP_S"
 """Seconds over which the first steps of a cycle come to full speed; unset or 0: at once."""
+ENV_CKPT_ROOT = "KEEPSTEP_CKPT_ROOT"
+"""Takes the place of a Checkpointer's `root`; a further Checkpointer of the same process gets the ending ".1", and so on."""
+ENV_CKPT_EVERY_STEPS = "KEEPSTEP_CKPT_EVERY_STEPS"
+"""Takes the place of a Checkpointer's cadence."""
+ENV_RESUME_CHECK = "KEEPSTEP_RESUME_CHECK"
+"""Set by `keepstep doctor resume` for the runs it compares; see keepstep.trainer.observed."""
 
 
 def pack(message: dict[str, Any]) -> bytes:
