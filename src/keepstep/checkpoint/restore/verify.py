@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKERS, parse_folder_name
+from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKERS, MAX_MANIFEST_BYTES, parse_folder_name
 from keepstep.checkpoint.format.shard import parse_header
 from keepstep.checkpoint.storage.writer import CHUNK_BYTES, FileFact, Hasher, storage_error
-from keepstep.checkpoint.trust.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from keepstep.checkpoint.trust.manifest import Manifest, parse_manifest
 from keepstep.records.errors import VerificationError
 
 if TYPE_CHECKING:
