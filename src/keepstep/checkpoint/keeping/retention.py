@@ -27,6 +27,8 @@ DEFAULT_GRACE_S = 86400
 DEFAULT_QUARANTINE_S = 30 * 86400
 """How long a quarantined checkpoint is kept for those who look into it, unless it is released."""
 
+LifeKey = tuple[str, int, int, int]
+"""One life of a job: run, cycle, attempt, when it started (UTC nanoseconds)."""
 State = Literal["committed", "damaged", "quarantined", "abandoned", "unfinished", "tombstoned"]
 
 
@@ -48,6 +50,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     released: bool = False
     """A person said that it need not be kept for its quarantine."""
     abandoned_by: str | None = None
+    life: LifeKey | None = None
+    """The life of the job that wrote it."""
+    abandoning: frozenset[LifeKey] = frozenset()
+    """Lives whose manifests tell that they went back before it."""
     proven: str | None = None
     """How it is known that all its bytes were as the manifest says."""
     pins: tuple[str, ...] = ()
@@ -85,8 +91,9 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decision rests on besides the folders themselves."""
+    """What the decision rests on besides the folders themselves. `now_ns`: UTC nanoseconds."""
 
+    now_ns: int
     suspicions: tuple[Suspicion, ...] = ()
     """The open ones."""
     ended_runs: frozenset[str] = frozenset()
@@ -107,9 +114,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     state: State
 
 
-def decide(entries: Iterable[Entry], policy: Policy, now_ns: int, limits: Limits | None = None) -> list[Line]:
+def decide(entries: Iterable[Entry], policy: Policy, limits: Limits) -> list[Line]:
     """A line for each of `entries`, newest first. Deleting what the lines do not keep breaks none of the limits above."""
-    limits = limits or Limits()
+    now_ns = limits.now_ns
     newest_first = sorted(entries, key=lambda entry: entry.name, reverse=True)
     restorable = [entry for entry in newest_first if entry.state == "committed"]
     chosen = _chosen(restorable, policy, now_ns)
@@ -119,26 +126,38 @@ def decide(entries: Iterable[Entry], policy: Policy, now_ns: int, limits: Limits
     unburied = _chosen([e for e in newest_first if e.state == "committed" or e in buried], policy, now_ns)
     scopes = {entry.scope for entry in restorable}
     fences = _fences(newest_first)
-    lines = []
+    verdicts: dict[FolderName, tuple[bool, list[str]]] = {}
     for entry in newest_first:
         held = _held(entry, limits)
         if entry.tombstoned:
-            keep, reasons = _of_tombstoned(entry, held, unburied.get(entry.name, []))
+            verdicts[entry.name] = _of_tombstoned(entry, held, unburied.get(entry.name, []))
         elif not entry.committed:
-            keep, reasons = _of_unfinished(entry, held, fences, now_ns, limits)
+            verdicts[entry.name] = _of_unfinished(entry, held, fences, limits)
         else:
-            keep, reasons = _of_committed(entry, held, chosen, scopes, now_ns, limits)
-        lines.append(
-            Line(
-                checkpoint=entry.name.text,
-                step=entry.name.step,
-                keep=keep,
-                reasons=reasons,
-                size_bytes=entry.size_bytes,
-                state=entry.state,
-            )
+            verdicts[entry.name] = _of_committed(entry, held, chosen, scopes, limits)
+    _keep_witnesses(newest_first, verdicts)
+    return [
+        Line(
+            checkpoint=entry.name.text,
+            step=entry.name.step,
+            keep=verdicts[entry.name][0],
+            reasons=verdicts[entry.name][1],
+            size_bytes=entry.size_bytes,
+            state=entry.state,
         )
-    return lines
+        for entry in newest_first
+    ]
+
+
+def deletion_order(entries: Iterable[Entry], lines: Iterable[Line]) -> list[Line]:
+    """Lines of what is to be deleted, in an order that may be broken off anywhere.
+
+    Abandoned ones go first, oldest first, while the manifest that tells of their abandonment is still there.
+    """
+    gone = {line.checkpoint: line for line in lines if not line.keep}
+    doomed = [entry for entry in entries if entry.name.text in gone]
+    doomed.sort(key=lambda entry: (not entry.abandoning, entry.life[3] if entry.life else 0, entry.name))
+    return [gone[entry.name.text] for entry in doomed]
 
 
 def current(entries: Iterable[Entry]) -> Entry | None:
@@ -166,6 +185,21 @@ def _chosen(newest_first: Sequence[Entry], policy: Policy, now_ns: int) -> dict[
             for name, reason in kept_by(rule, lineage, now_ns).items():
                 reasons.setdefault(name, []).append(reason)
     return reasons
+
+
+def _keep_witnesses(newest_first: Sequence[Entry], verdicts: dict[FolderName, tuple[bool, list[str]]]) -> None:
+    """That a checkpoint was abandoned is written only in the manifests of the life that went back. While it stays, so does
+    one of these: without it a dead lineage would come to life again.
+    """
+    todo = [entry for entry in newest_first if entry.committed and verdicts[entry.name][0] and entry.abandoning]
+    while todo:
+        entry = todo.pop()
+        witnesses = [other for other in newest_first if other.life in entry.abandoning]
+        if not witnesses or any(verdicts[other.name][0] for other in witnesses):
+            continue
+        witness = min(witnesses, key=lambda other: (other.tombstoned, other is not witnesses[0]))
+        verdicts[witness.name] = (True, [f"its manifest alone tells that {entry.name.text} was abandoned"])
+        todo.append(witness)
 
 
 def _held(entry: Entry, limits: Limits) -> list[str]:
@@ -200,11 +234,10 @@ def _of_committed(
     held: list[str],
     chosen: dict[FolderName, list[str]],
     scopes: set[str | None],
-    now_ns: int,
     limits: Limits,
 ) -> tuple[bool, list[str]]:
     reasons = held + chosen.get(entry.name, [])
-    age_s = (now_ns - entry.created_ns) / 1e9
+    age_s = (limits.now_ns - entry.created_ns) / 1e9
     why = "no rule keeps it"
     if entry.problem is not None:
         # Its scope is not known either.
@@ -212,7 +245,7 @@ def _of_committed(
     elif entry.scope not in scopes:
         reasons.append("none of this lineage can be restored: nothing of it is deleted")
     elif entry.quarantined_ns is not None:
-        since_s = (now_ns - entry.quarantined_ns) / 1e9
+        since_s = (limits.now_ns - entry.quarantined_ns) / 1e9
         why = "quarantined, and released" if entry.released else f"quarantined for {_days(since_s)}"
         if not entry.released and since_s < limits.quarantine_s:
             reasons.append(f"{why}: kept until it is released, or for {_days(limits.quarantine_s)}")
@@ -224,7 +257,7 @@ def _of_committed(
 
 
 def _of_unfinished(
-    entry: Entry, held: list[str], fences: dict[str, tuple[int, int]], now_ns: int, limits: Limits
+    entry: Entry, held: list[str], fences: dict[str, tuple[int, int]], limits: Limits
 ) -> tuple[bool, list[str]]:
     reasons = list(held)
     if entry.complete:
@@ -235,7 +268,7 @@ def _of_unfinished(
     ended = entry.name.run_id in limits.ended_runs
     if not ended and fences.get(entry.name.run_id, mine) <= mine:
         reasons.append("unfinished: its cycle may still commit it")
-    age_s = (now_ns - entry.created_ns) / 1e9
+    age_s = (limits.now_ns - entry.created_ns) / 1e9
     if age_s < limits.grace_s:
         reasons.append(f"unfinished, last changed {_hours(age_s)} ago: kept for {_hours(limits.grace_s)}")
     if reasons:

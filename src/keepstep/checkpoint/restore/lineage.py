@@ -30,7 +30,8 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 
     `distrust` says that policy and not damage is why: signed by another key, or not signed.
 
-    `abandoned_by` names the life (run and cycle) that went back before it; None for the surviving lineage.
+    `abandoned_by` names the life (run and cycle) that went back before it; None for the surviving lineage. `tombstoned`:
+    its deletion was begun.
     """
 
     name: FolderName
@@ -41,11 +42,12 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     distrust: Distrust | None = None
     abandoned_by: str | None = None
+    tombstoned: bool = False
 
     @property
     def candidate(self) -> bool:
         """True when a restore may try it."""
-        return self.committed and not self.quarantined and self.abandoned_by is None
+        return self.committed and not self.quarantined and not self.tombstoned and self.abandoned_by is None
 
 
 def list_checkpoints(
@@ -107,13 +109,13 @@ def mark_abandoned(listed: list[Listed]) -> list[Listed]:
             lives[(facts.run, facts.cycle, facts.attempt, facts.life_started_ns)] = facts
     result = []
     for entry in listed:
-        abandoning = next((life for life in lives.values() if _abandons(life, entry)), None)
+        abandoning = next((life for life in lives.values() if abandons(life, entry)), None)
         text = None if abandoning is None else f"run {abandoning.run} cycle {abandoning.cycle}"
         result.append(msgspec.structs.replace(entry, abandoned_by=text))
     return result
 
 
-def _abandons(life: Facts, entry: Listed) -> bool:
+def abandons(life: Facts, entry: Listed) -> bool:
     """True when `life` began after `entry` was written and at an earlier step."""
     if entry.name.step <= life.restored_step or (life.scope is not None and life.scope != entry.name.run_id):
         return False

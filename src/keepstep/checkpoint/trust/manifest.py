@@ -71,6 +71,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     life_started_ns: int
     restored_from: str | None = None
     scope: str | None = None
+    metrics: dict[str, float | None] | None = None
+    """Values that retention may choose the best by, e.g. {"loss": 2.31}. JSON has no NaN: that is written as null."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
