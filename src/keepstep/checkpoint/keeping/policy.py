@@ -150,7 +150,7 @@ def _count(text: str) -> int:
 
 
 def _span_s(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    match = re.fullmatch(r"([0-9]{1,12})([smhdw])", text)
     span_s = 0 if match is None else int(match[1]) * _UNITS_S[match[2]]
     if not 0 < span_s <= _MAX_SPAN_S:
         raise ValueError(f"{text!r} is not a time such as 90s, 30m, 6h, 30d, 4w (at most 100 years)")

@@ -104,15 +104,12 @@ def prune(task: Task, now_ns: int | None = None, *, said: Callable[[Line], None]
             assert task.deleter is not None
             said(line)
             try:
-                done = _delete(task.root, task.deleter, line, _tombstone(task, line, action, now_ns))
+                _delete(task.root, task.deleter, line, _tombstone(task, line, action, now_ns))
             except (StorageError, VerificationError) as error:
                 failed[line.checkpoint] = str(error)
-                continue
-            if done:
+            else:
                 deleted.append(line.checkpoint)
                 freed += line.size_bytes or 0
-            else:
-                failed[line.checkpoint] = "it was pinned meanwhile, and stays"
     return Pruned(
         action=action,
         root=task.root.where,
@@ -191,11 +188,13 @@ def _tombstone(task: Task, line: Line, action: str, now_ns: int) -> bytes:
     )
 
 
-def _delete(root: Root, deleter: Deleter, line: Line, tombstone: bytes) -> bool:
-    """Delete one checkpoint; False when it was pinned since the decision. Raises StorageError or VerificationError."""
+def _delete(root: Root, deleter: Deleter, line: Line, tombstone: bytes) -> None:
+    """Delete one checkpoint. Raises StorageError or VerificationError, also when it changed since the decision."""
     folder = line.checkpoint
     if is_pinned(read_pins(root), folder):
-        return False
+        raise StorageError("it was pinned meanwhile, and stays")
+    if line.state == "unfinished" and root.marker(folder) is not None:
+        raise StorageError("it was committed meanwhile, and stays")
     if folder not in root.record_names(TOMBSTONES):
         _bury(root, folder, tombstone)
     deleter.delete_marker(folder)
@@ -205,7 +204,6 @@ def _delete(root: Root, deleter: Deleter, line: Line, tombstone: bytes) -> bool:
         deleter.delete_record(kind, folder)
     deleter.delete_record(TOMBSTONES, folder)
     deleter.remove_folder(folder)
-    return True
 
 
 def _bury(root: Root, folder: str, tombstone: bytes) -> None:
@@ -219,6 +217,7 @@ def _bury(root: Root, folder: str, tombstone: bytes) -> None:
             raise
         path = root.path / SIDE_FOLDER / TOMBSTONES / f"{folder}.json"
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
         except OSError as second:
             raise storage_error("write", path, second) from error
