@@ -28,7 +28,9 @@ DAY_NS = 24 * HOUR_NS
 NOW_NS = 1_800_000_000 * 10**9 // DAY_NS * DAY_NS + 12 * HOUR_NS  # noon of a day
 
 
-def entry(step: int, *, age_h: float = 0.0, cycle: int = 0, attempt: int = 1, run: str = "job7", **fields: object) -> Entry:
+def entry(
+    step: int, *, age_h: float = 0.0, cycle: int = 0, attempt: int = 1, run: str = "job7", **fields: object
+) -> Entry:
     """A committed checkpoint of `step`, `age_h` hours old."""
     name = FolderName(step, cycle, attempt, 0, run)
     given = {"name": name, "committed": True, "created_ns": NOW_NS - int(age_h * HOUR_NS), **fields}
@@ -228,6 +230,28 @@ def test_a_tombstone_alone_does_not_bury_what_the_policy_keeps() -> None:
     assert kept([entry(50, tombstoned=True), *entries], "last:2") == [200, 300, 400], "a begun deletion goes on"
 
 
+def test_the_last_manifest_that_tells_of_an_abandonment_stays_with_what_it_abandons() -> None:
+    """Cycle 1 went back before 400, which is pinned; only the checkpoints of cycle 1 tell of it."""
+    second, third = ("job7", 1, 1, 200), ("job7", 2, 1, 300)
+    entries = [
+        entry(400, abandoned_by="x", abandoning=frozenset({second}), pins=("look at it",)),
+        entry(410, cycle=1, life=second),
+        entry(420, cycle=1, life=second),
+        entry(500, cycle=2, life=third),
+    ]
+    assert kept(entries, "last:1") == [400, 420, 500]
+    assert kept([msgspec.structs.replace(entries[0], pins=(), created_ns=0), *entries[1:]], "last:1") == [500]
+
+
+def test_abandoned_ones_are_deleted_before_the_manifests_that_tell_of_it() -> None:
+    second, third = ("job7", 1, 1, 200), ("job7", 2, 1, 300)
+    first = entry(410, abandoned_by="x", abandoning=frozenset({second}), age_h=90, life=("job7", 0, 1, 100))
+    middle = entry(430, cycle=1, abandoned_by="x", abandoning=frozenset({third}), age_h=80, life=second)
+    entries = [entry(390, cycle=2, life=third), middle, first, entry(500, cycle=2, life=third)]
+    lines = decide(entries, parse_policy("last:1"), Limits(now_ns=NOW_NS))
+    assert [line.step for line in deletion_order(entries, lines)] == [410, 430, 390]
+
+
 # ---- for all roots
 
 LIVES = [("job7", 0, 1, 100), ("job7", 1, 1, 200), ("job7", 2, 1, 300), ("new", 0, 1, 400)]
@@ -237,13 +261,14 @@ LIVES = [("job7", 0, 1, 100), ("job7", 1, 1, 200), ("job7", 2, 1, 300), ("new", 
 def roots(draw: st.DrawFn) -> list[Entry]:
     """Any mixture of checkpoints, in any state."""
     found = {}
+    seldom = st.integers(0, 9).map(lambda number: number == 9)
     for _ in range(draw(st.integers(1, 14))):
         life = draw(st.sampled_from(LIVES))
         step = draw(st.integers(1, 20)) * 50
         later = LIVES[LIVES.index(life) + 1 :]
         abandoning = frozenset(draw(st.sets(st.sampled_from(later), max_size=2))) if later else frozenset()
-        committed = draw(st.integers(0, 4)) > 0
-        problem = draw(st.sampled_from([None, None, None, "bit"])) if committed else None
+        committed = not draw(seldom)
+        problem = "bit" if committed and draw(seldom) else None
         item = entry(
             step,
             run=life[0],
@@ -254,20 +279,22 @@ def roots(draw: st.DrawFn) -> list[Entry]:
             life=life if committed and problem is None else None,
             abandoning=abandoning,
             abandoned_by="x" if abandoning else None,
-            scope=draw(st.sampled_from([None, None, life[0]])) if committed and problem is None else None,
-            quarantined_ns=draw(st.sampled_from([None, None, None, NOW_NS - 40 * DAY_NS])),
+            scope=life[0] if committed and problem is None and draw(seldom) else None,
+            quarantined_ns=NOW_NS - 40 * DAY_NS if draw(seldom) else None,
             released=draw(st.booleans()),
-            proven=draw(st.sampled_from([None, None, "restored"])),
-            pins=draw(st.sampled_from([(), (), (), ("why",)])),
-            tombstoned=draw(st.integers(0, 5)) == 0,
+            proven="restored" if draw(seldom) else None,
+            pins=("why",) if draw(seldom) else (),
+            tombstoned=draw(seldom),
             complete=draw(st.booleans()) and not committed,
-            metrics=draw(st.sampled_from([{}, {"loss": float(step)}])),
+            metrics={"loss": float(step)},
         )
         found[item.name] = item
     return list(found.values())
 
 
-policies = st.lists(rules, min_size=1, max_size=3).map(lambda chosen: Policy(tuple(chosen)))
+policies = st.one_of(
+    st.just(parse_policy("last:1")), st.lists(rules, min_size=1, max_size=3).map(lambda chosen: Policy(tuple(chosen)))
+)
 
 
 def witnessed(remaining: list[Entry]) -> list[Entry]:

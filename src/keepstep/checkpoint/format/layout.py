@@ -19,6 +19,7 @@ MARKER_UNSIGNED = "manifest.json"
 MARKERS = (MARKER_SIGNED, MARKER_UNSIGNED)
 SIDE_FOLDER = ".keepstep"
 QUARANTINE_FOLDER = "quarantine"
+TOMBSTONE_FOLDER = "tombstones"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 MAX_MANIFEST_BYTES = 64 << 20
 

@@ -157,6 +157,14 @@ def _span_s(text: str) -> int:
     return span_s
 
 
+def parse_span(text: str, origin: str) -> int:
+    """Seconds of `text`, e.g. 90s, 30m, 6h, 30d, 4w. Raises ConfigError naming `origin`."""
+    try:
+        return _span_s(text)
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+
+
 def _window(period: Literal["hourly", "daily", "weekly"], text: str) -> Window:
     return Window(period, within_s=_span_s(text)) if text[-1:].isalpha() else Window(period, count=_count(text))
 

@@ -81,6 +81,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_s: float = DEFAULT_QUARANTINE_S
     reason: str | None = None
 
+    def with_right(self, deleter: Deleter) -> Task:
+        """The same, to be carried out with `deleter`."""
+        return msgspec.structs.replace(self, deleter=deleter)
+
 
 def decide_now(task: Task, now_ns: int) -> list[Line]:
     """What `task` would do to each checkpoint, newest first. Raises StorageError."""

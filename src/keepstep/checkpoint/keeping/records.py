@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, parse_folder_name
+from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, TOMBSTONE_FOLDER, parse_folder_name
 from keepstep.checkpoint.keeping.retention import Suspicion
 from keepstep.checkpoint.storage.source import Sink, Source
 from keepstep.records.codec import rfc3339, to_pretty_json
@@ -26,7 +26,7 @@ from keepstep.records.errors import ConfigError
 
 SUSPICION = "suspicion"
 RELEASED = "released"
-TOMBSTONES = "tombstones"
+TOMBSTONES = TOMBSTONE_FOLDER
 PINS = "pins"
 ROLLBACK = "rollback"
 VERIFIED = "verified"

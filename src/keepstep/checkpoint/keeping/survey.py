@@ -50,7 +50,6 @@ def survey(
 
     Raises StorageError.
     """
-    # Records first: a tombstone or quarantine that comes between the two listings concerns what is listed after it.
     records = read_records(root, now_ns)
     listed = list_checkpoints(root, trusted_key=trusted_key, allow_unsigned=allow_unsigned, run_id=run_id)
     lives = {_life(facts): facts for entry in listed if (facts := _facts(entry)) is not None}
@@ -115,7 +114,7 @@ def _entry(
         permits=tuple(
             name for step, to, name in records.permits if to == folder or (to is None and step == item.name.step)
         ),
-        tombstoned=folder in records.tombstones,
+        tombstoned=item.tombstoned,
         foreign=tuple(sorted(foreign)),
     )
 

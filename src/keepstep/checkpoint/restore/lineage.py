@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import FolderName, parse_folder_name
+from keepstep.checkpoint.format.layout import TOMBSTONE_FOLDER, FolderName, parse_folder_name
 from keepstep.checkpoint.restore.quarantine import quarantined
 from keepstep.checkpoint.restore.verify import check_marker
 from keepstep.checkpoint.storage.source import Source
@@ -77,6 +77,9 @@ def list_checkpoints(
     else:
         found = [look(name) for name in names]
     found.sort(key=lambda listed: listed.name, reverse=True)
+    # After the folders: a deletion that begins in between is seen.
+    buried = source.record_names(TOMBSTONE_FOLDER)
+    found = [msgspec.structs.replace(item, tombstoned=True) if item.name.text in buried else item for item in found]
     return mark_abandoned(found)
 
 
