@@ -60,9 +60,9 @@ def errors(client: Client, action: str, key: str, name: str | None = None) -> It
     except FileNotFoundError as error:
         if name is not None and "NoSuchBucket" not in str(error):
             raise VerificationError(f"{name}: is missing") from None
-        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error)}") from error
+        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error, action)}") from error
     except (BaseError, OSError, ValueError) as error:
-        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error)}") from error
+        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error, action)}") from error
 
 
 def list_names(client: Client, prefix: str) -> dict[str, int]:
@@ -147,11 +147,17 @@ def put_parts(client: Client, key: str, views: Sequence[memoryview], size: int) 
             obstore.put(
                 client.store, key, payload, use_multipart=True, chunk_size=part, max_concurrency=options.parallel
             )
-    except StorageError:
+    except StorageError as error:
         # The last answer may have been lost on its way, and the object be there.
         with contextlib.suppress(StorageError):
             if size_of(client, key) is not None and holds(client, key, views):
                 return True
+        if "Error performing DELETE" in str(error.__cause__):
+            # obstore then asks the store to drop the parts, and tells of that request's failure in place of the first.
+            raise StorageError(
+                f"cannot write {client.where}/{key}: a part did not go through in {options.retry_for_s:g} s; "
+                "the others stay hidden in the bucket until its rule for incomplete uploads drops them"
+            ) from error
         raise
     return True
 
@@ -224,7 +230,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
         return GCSStore(url.bucket, prefix=prefix, client_options=client, retry_config=retry)
     if url.scheme == "az":
         return AzureStore(url.bucket, prefix=prefix, client_options=client, retry_config=retry)
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {"disable_bulk_delete": True}  # pruning deletes one object at a time, marker first
     if options.endpoint is not None:
         config["endpoint"] = options.endpoint
     if options.region is not None:
@@ -236,7 +242,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
     return S3Store(url.bucket, prefix=prefix, client_options=client, retry_config=retry, **config)
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, action: str) -> str:
     """The store's own words, in one line."""
     text = str(error)
     match = _ERROR_XML.search(text)
@@ -244,9 +250,12 @@ def _reason(error: BaseException) -> str:
     if match is not None:
         words = ": ".join(part for part in (match["code"], match["message"]) if part)
         text = f"{status['text'].strip()}: {words}" if status else words
+    elif "HTTP error: " in text:  # nobody answered; what follows is the HTTP library's description of itself
+        text = "no answer: " + text.partition("HTTP error: ")[2].partition("Debug source")[0]
     text = " ".join(text.split())[:300]
     if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        text += "; this identity needs put, get and list (and nothing else) on the prefix"
+        right = "the right to delete" if action == "delete" else "put, get and list"
+        text += f"; this identity needs {right} under the prefix"
     return text
 
 
