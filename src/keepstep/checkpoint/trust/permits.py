@@ -25,23 +25,20 @@ PERMIT_TYPE = "application/vnd.keepstep.rollback+json"
 SCHEMA = "keepstep.rollback/1"
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint: folder, step, SHA-256 of its marker."""
+class Permit(msgspec.Struct, frozen=True, kw_only=True):
+    """`keepstep.rollback/1`: with the mark at checkpoint `from_*`, checkpoint `to_*` may be restored, once.
 
-    checkpoint: str
-    step: int
-    digest: str
-
-
-class Permit(msgspec.Struct, frozen=True, kw_only=True, rename={"origin": "from", "target": "to"}):
-    """`keepstep.rollback/1`: with the mark at `origin`, `target` may be restored, once.
-
-    `created_at` is RFC 3339, `created_ns` the same in UTC nanoseconds; `nonce` tells permits apart.
+    Digests are SHA-256 of the markers. `created_at` is RFC 3339, `created_ns` the same in UTC nanoseconds; `nonce` tells
+    permits apart.
     """
 
     schema: str = SCHEMA
-    origin: Point
-    target: Point
+    from_checkpoint: str
+    from_step: int
+    from_digest: str
+    to_checkpoint: str
+    to_step: int
+    to_digest: str
     reason: str
     by: str
     created_at: str

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -129,6 +129,20 @@ def environment_of(options: TrustOptions) -> dict[str, str]:
         ENV_SIGNER_CERT: options.ckpt_signer_cert or "",
     }
     return {name: value for name, value in variables.items() if value}
+
+
+_TOGETHER = (("trust_key",), ("trust_identity", "trust_issuer", "trust_root"), ("ckpt_signer", "ckpt_signer_cert"))
+
+
+def merge_options(given: TrustOptions, around: TrustOptions) -> TrustOptions:
+    """`given`, and `around` where it says nothing. What belongs together comes from one of the two: identities with their
+    issuers and roots, the signer with its certificate.
+    """
+    taken: dict[str, Any] = {"unsigned": given.unsigned or around.unsigned}
+    for names in _TOGETHER:
+        source = given if any(getattr(given, name) for name in names) else around
+        taken |= {name: getattr(source, name) for name in names}
+    return TrustOptions(**taken)
 
 
 def check_options(options: TrustOptions) -> None:

@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.checkpoint.trust.manifest import Manifest
-from keepstep.checkpoint.trust.permits import Permit, Point
+from keepstep.checkpoint.trust.permits import Permit
 from keepstep.records.errors import VerificationError
 
 
@@ -40,11 +40,6 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     life_started_ns: int
     created_ns: int
-
-    @property
-    def point(self) -> Point:
-        """As a permit names it."""
-        return Point(checkpoint=self.checkpoint, step=self.step, digest=self.digest)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +162,7 @@ def marked_state(
 
 def open_permit(mark: Mark, permits: Sequence[Permit]) -> Permit | None:
     """The newest permit that names this mark and was not used up; None when there is none."""
-    fitting = [p for p in permits if p.origin.digest == mark.at.digest and p.nonce not in mark.used]
+    fitting = [p for p in permits if p.from_digest == mark.at.digest and p.nonce not in mark.used]
     return max(fitting, key=lambda permit: (permit.created_ns, permit.nonce), default=None)
 
 
@@ -181,10 +176,10 @@ def check_rollback(candidate: Position, mark: Mark | None, marked: MarkedState, 
         return Ruling(action="restore")
     permit = open_permit(mark, permits)
     if permit is not None:
-        if candidate.digest == permit.target.digest:
+        if candidate.digest == permit.to_digest:
             return Ruling(action="restore", permit=permit)
-        if candidate.step >= permit.target.step:
-            return Ruling(action="skip", reason=f"rolled back to step {permit.target.step}: {permit.reason}")
+        if candidate.step >= permit.to_step:
+            return Ruling(action="skip", reason=f"rolled back to step {permit.to_step}: {permit.reason}")
     if candidate.digest == mark.at.digest:
         return Ruling(action="restore")
     if is_dead(candidate, mark.turns):
@@ -193,7 +188,7 @@ def check_rollback(candidate: Position, mark: Mark | None, marked: MarkedState, 
         return Ruling(action="restore")
     if marked == "intact" and candidate.run != mark.at.run and candidate.step >= mark.at.step:
         return Ruling(action="restore")  # nothing is lost: another run under the same root is further
-    wrong = f", and the permit is for step {permit.target.step} only" if permit is not None else ""
+    wrong = f", and the permit is for step {permit.to_step} only" if permit is not None else ""
     return Ruling(
         action="refuse",
         reason=f"{candidate.checkpoint} is older than {mark.at.checkpoint}, the newest known checkpoint (step "
