@@ -14,6 +14,7 @@ from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.writer import FileFact, replace_file
 from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
+from keepstep.checkpoint.trust.signers import Signer, as_signer
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
 
@@ -59,21 +60,22 @@ def commit(
     folder: Path,
     files: list[FileFact],
     facts: Facts,
-    key: EllipticCurvePrivateKey | None,
+    key: EllipticCurvePrivateKey | Signer | None,
     *,
     may_publish: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Publish `folder`: sign (unless `key` is None) and put the marker in place, durably.
+    """Publish `folder`: sign with `key` (unless it is None) and put the marker in place, durably.
 
     All `files` must be written and fsynced already. `may_publish` is asked last and raises StorageError when it must not
     be. Raises StorageError; then nothing is published.
     """
     marker = MARKER_UNSIGNED if key is None else MARKER_SIGNED
     statement = build_statement(folder.name, files, facts, marker=marker)
-    data = statement if key is None else sign_statement(statement, key)
+    signer = None if key is None else as_signer(key)
+    data = statement if signer is None else sign_statement(statement, signer)
     PosixRoot(folder.parent).publish(folder.name, marker, data, may_publish=may_publish)
     return parse_manifest(
-        data, marker, trusted_key=None if key is None else key.public_key(), allow_unsigned=key is None
+        data, marker, trusted_key=None if signer is None else signer.public_key, allow_unsigned=signer is None
     )
 
 
