@@ -21,11 +21,17 @@ from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.verify import verify_checkpoint
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.trust.keys import trusted_public_key
+from keepstep.checkpoint.trust.policy import TrustPolicy
+
+
+def trust() -> TrustPolicy:
+    """The local key is trusted."""
+    return TrustPolicy(keys=(trusted_public_key(),))
 
 
 def task_of(root: PosixRoot, policy: str) -> Task:
     """Prune by `policy`, and do it."""
-    return Task(root=root, policy=parse_policy(policy), deleter=root, trusted_key=trusted_public_key())
+    return Task(root=root, policy=parse_policy(policy), deleter=root, trust=trust())
 
 
 def kill_before(number: int) -> None:
@@ -49,9 +55,9 @@ def kill_before(number: int) -> None:
 
 def check_after_kill(root: PosixRoot) -> None:
     """Every checkpoint that a restore could take is whole."""
-    for item in list_checkpoints(root, trusted_key=trusted_public_key()):
+    for item in list_checkpoints(root, policy=trust()):
         if item.candidate:
-            report = verify_checkpoint(root, item.name.text, trusted_key=trusted_public_key(), jobs=1)
+            report = verify_checkpoint(root, item.name.text, policy=trust(), jobs=1)
             assert report.ok, report.errors
 
 
@@ -85,7 +91,7 @@ def main() -> int:
         assert [name for name in left if root.files(name) or root.marker(name)] == wanted, (number, left)
         assert root.record_names("tombstones") == frozenset(), number
         assert root.record_names("tiers") <= set(left), number
-        assert len(survey(root, trusted_key=trusted_public_key(), now_ns=0).entries) == len(left)
+        assert len(survey(root, trust(), now_ns=0).entries) == len(left)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,16 @@ from keepstep.checkpoint.keeping.survey import is_whole, survey
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.trust.keys import trusted_public_key
+from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
 
 DAY_NS = 86400 * 10**9
+
+
+def trust() -> TrustPolicy:
+    """The local key is trusted."""
+    return TrustPolicy(keys=(trusted_public_key(),))
 
 
 def task(root: Path, policy: str = "last:1", **fields: Any) -> Task:
@@ -48,7 +54,7 @@ def task(root: Path, policy: str = "last:1", **fields: Any) -> Task:
     return Task(
         root=place,
         policy=parse_policy(policy),
-        trusted_key=trusted_public_key(),
+        trust=trust(),
         **{"deleter": place, **fields},
     )
 
@@ -59,7 +65,7 @@ def steps(root: Path) -> list[int]:
 
 
 def current_step(root: Path) -> int | None:
-    newest = current(survey(PosixRoot(root), trusted_key=trusted_public_key(), now_ns=time.time_ns()).entries)
+    newest = current(survey(PosixRoot(root), trust(), now_ns=time.time_ns()).entries)
     return None if newest is None else newest.name.step
 
 
@@ -178,7 +184,7 @@ def test_what_was_abandoned_stays_so(root: Path) -> None:
     assert lines[400].reasons == [f"its manifest alone tells that {paths[1].name} was abandoned"]
     assert lines[600].reasons == ["newest that is known to be whole: run job7 cycle 4 restored from it"]
     PosixRoot(root).delete_record("quarantine", paths[1].name)
-    states = {e.name.step: e.state for e in survey(PosixRoot(root), trusted_key=trusted_public_key(), now_ns=0).entries}
+    states = {e.name.step: e.state for e in survey(PosixRoot(root), trust(), now_ns=0).entries}
     assert states[300] == "abandoned"
 
 

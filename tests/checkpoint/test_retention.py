@@ -190,8 +190,8 @@ def test_an_open_suspicion_keeps_everything_from_before_it() -> None:
 
 
 def test_quarantined_ones_go_when_released_or_too_old() -> None:
-    def old(**fields: object) -> Entry:
-        return entry(100, **{"quarantined_ns": NOW_NS - 10 * DAY_NS, **fields})
+    def old(*, released: bool = False) -> Entry:
+        return entry(100, quarantined_ns=NOW_NS - 10 * DAY_NS, released=released)
 
     assert kept([old(), entry(200)], "last:1") == [100, 200]
     assert kept([old(released=True), entry(200)], "last:1") == [200]

@@ -1,25 +1,23 @@
-"""What the verbs of `keepstep ckpt` that look at a root share: its flags, which key is trusted, how sizes print."""
+"""What the verbs of `keepstep ckpt` that look at a root share: its flags, whose manifests are trusted, how sizes print."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from keepstep.checkpoint.keeping.retention import Entry
 from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root
-from keepstep.checkpoint.trust.keys import key_path, load_public_key, public_key_path, trusted_public_key
+from keepstep.checkpoint.trust.keys import key_path, public_key_path
+from keepstep.checkpoint.trust.policy import TrustPolicy, load_policy
 from keepstep.cli.output import NotFoundError, note
+from keepstep.cli.trust_flags import trust_options
 from keepstep.launcher.files import keepstep_home
 from keepstep.records.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-
-F = TypeVar("F", bound="Callable[..., Any]")
+F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT_HELP = "ROOT is a path, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix."
 
@@ -46,18 +44,6 @@ def root_argument(function: F) -> F:
     return decorated  # type: ignore[no-any-return]
 
 
-def trust_options(function: F) -> F:
-    """Add what decides which manifests verify; the function receives `trust_key` and `unsigned`."""
-    key = click.option(
-        "--trust-key",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help=f"Public key (PEM) that manifests must be signed with; the default is this user's ({public_key_path()}).",
-    )
-    accept = click.option("--unsigned", is_flag=True, help="Accept unsigned manifests too.")
-    return key(accept(function))
-
-
 def open_existing(root: str, store: StoreOptions) -> Root:
     """The root. Raises NotFoundError when it is a path with nothing there, ConfigError."""
     opened = open_root(root, store)
@@ -66,22 +52,24 @@ def open_existing(root: str, store: StoreOptions) -> Root:
     return opened
 
 
-def reader_key(trust_key: Path | None, unsigned: bool, *, needed: bool) -> EllipticCurvePublicKey | None:
-    """The key that signatures are checked with; None: they are not checked, which is said.
-
-    With `needed`, no key is an error unless unsigned manifests are accepted. Never makes one. Raises ConfigError.
+def reader_policy(flags: Mapping[str, Any], *, needed: bool) -> TrustPolicy:
+    """Whose manifests verify, by the flags and the environment. Where nobody is trusted signatures are not checked, and that
+    is said; with `needed`, it is an error unless --unsigned allows it. Never makes a key. Raises ConfigError or StorageError.
     """
-    if trust_key is not None:
-        return load_public_key(trust_key)
-    if key_path().exists():
-        return trusted_public_key()
-    if needed and not unsigned:
-        raise ConfigError(
-            f"there is no key to check signatures with ({public_key_path()} is not there); give --trust-key FILE, the "
-            "public key of whoever signs, or --unsigned to check hashes only"
-        )
-    note("signatures are NOT checked: no --trust-key, and this user has no key")
-    return None
+    options = trust_options(flags)
+    named = options.trust_key or options.trust_identity or options.ckpt_signer or options.unsigned
+    if not named and not key_path().exists():
+        if needed:
+            raise ConfigError(
+                f"there is no key to check signatures with ({public_key_path()} is not there); give --trust-key FILE, the "
+                "public key of whoever signs, or --unsigned to check hashes only"
+            )
+        policy = TrustPolicy(allow_unsigned=True)
+    else:
+        policy = load_policy(options)
+    if policy.is_empty:
+        note("signatures are NOT checked: nobody is trusted here")
+    return policy
 
 
 def ended_runs(entries: list[Entry], named: tuple[str, ...]) -> frozenset[str]:

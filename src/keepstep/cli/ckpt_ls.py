@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,13 +16,13 @@ from keepstep.cli.ckpt_common import (
     ROOT_HELP,
     format_bytes,
     open_existing,
-    reader_key,
+    reader_policy,
     root_argument,
     short_key,
-    trust_options,
 )
 from keepstep.cli.output import emit, format_duration_s, note, output_option
 from keepstep.cli.runs import Column, clock, print_table
+from keepstep.cli.trust_flags import policy_options
 from keepstep.records.codec import rfc3339
 
 
@@ -81,24 +80,18 @@ COLUMNS = (
 @click.command("ls", epilog=ROOT_HELP)
 @root_argument
 @click.option("--run", metavar="RUN", help="Only checkpoints of this run, as a restore that looks at one run only.")
-@trust_options
+@policy_options
 @output_option
-def ls(root: str, store: StoreOptions, run: str | None, trust_key: Path | None, unsigned: bool, output: str) -> None:
+def ls(root: str, store: StoreOptions, run: str | None, output: str, **flags: Any) -> None:
     """List the checkpoints of ROOT, newest first; * marks the one a restore would take.
 
     Manifests are read and their signatures checked; data files are not (`keepstep ckpt verify` does). JSON records:
     keepstep.checkpoints/1.
     """
     opened = open_existing(root, store)
-    key = reader_key(trust_key, unsigned, needed=False)
+    trust = reader_policy(flags, needed=False)
     now_ns = time.time_ns()
-    found = survey(
-        opened,
-        trusted_key=key,
-        allow_unsigned=unsigned,
-        now_ns=now_ns,
-        run_id=None if run is None else check_run_id(run),
-    )
+    found = survey(opened, trust, now_ns=now_ns, run_id=None if run is None else check_run_id(run))
     records = list_records(opened, found, now_ns)
     emit(
         records,

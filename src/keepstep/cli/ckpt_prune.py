@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,12 +19,12 @@ from keepstep.cli.ckpt_common import (
     ended_runs,
     format_bytes,
     open_existing,
-    reader_key,
+    reader_policy,
     root_argument,
-    trust_options,
 )
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import Column, print_table
+from keepstep.cli.trust_flags import policy_options
 from keepstep.records.errors import ConfigError
 from keepstep.records.exits import EXIT_FAILURE
 
@@ -56,7 +55,7 @@ COLUMNS = (
 @click.option("--reason", help="Why; it is written into the tombstones.")
 @click.option("--dry-run", is_flag=True, help="Say of each checkpoint what would be done and why, and do nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@trust_options
+@policy_options
 @output_option
 def prune_verb(
     root: str,
@@ -68,9 +67,8 @@ def prune_verb(
     reason: str | None,
     dry_run: bool,
     yes: bool,
-    trust_key: Path | None,
-    unsigned: bool,
     output: str,
+    **flags: Any,
 ) -> None:
     """Delete checkpoints of ROOT that no rule of --keep keeps. It cannot be undone.
 
@@ -78,18 +76,19 @@ def prune_verb(
     before an open suspicion, markers that do not verify, and folders that a save may be writing. On an object store, run it
     as an identity that may delete; the training's own must not. JSON record: keepstep.prune/1.
     """
+    policy = parse_policy(keep)
+    grace_s, quarantine_s = parse_span(grace, "--grace"), parse_span(quarantine, "--quarantine")
     opened = open_existing(root, store)
-    key = reader_key(trust_key, unsigned, needed=True)
-    entries = survey(opened, trusted_key=key, allow_unsigned=unsigned, now_ns=time.time_ns()).entries
+    trust = reader_policy(flags, needed=True)
+    entries = survey(opened, trust, now_ns=time.time_ns()).entries
     task = Task(
         root=opened,
-        policy=parse_policy(keep),
+        policy=policy,
         deleter=None,
-        trusted_key=key,
-        allow_unsigned=unsigned,
+        trust=trust,
         ended_runs=ended_runs(entries, over),
-        grace_s=parse_span(grace, "--grace"),
-        quarantine_s=parse_span(quarantine, "--quarantine"),
+        grace_s=grace_s,
+        quarantine_s=quarantine_s,
         reason=reason,
     )
     if not dry_run:

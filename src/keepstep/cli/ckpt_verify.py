@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,13 +22,13 @@ from keepstep.cli.ckpt_common import (
     ROOT_HELP,
     format_bytes,
     open_existing,
-    reader_key,
+    reader_policy,
     root_argument,
     short_key,
-    trust_options,
 )
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, make_console, note, output_option
 from keepstep.cli.runs import Column, print_table
+from keepstep.cli.trust_flags import policy_options
 from keepstep.records.errors import ConfigError
 from keepstep.records.exits import EXIT_PROBLEM
 
@@ -47,7 +47,7 @@ COLUMNS = (
 @click.option("--all", "every", is_flag=True, help="Every committed checkpoint, not only the one a restore would take.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Files hashed at once; the default is all cores.")
 @click.option("--record", is_flag=True, help="Write down what was found whole; retention keeps the newest such one.")
-@trust_options
+@policy_options
 @output_option
 def verify(
     root: str,
@@ -55,20 +55,19 @@ def verify(
     every: bool,
     jobs: int | None,
     record: bool,
-    trust_key: Path | None,
-    unsigned: bool,
     output: str,
+    **flags: Any,
 ) -> None:
     """Verify checkpoints: signature, presence and size of every file, every byte. Exit code 3 when anything differs.
 
     Without --all, of a root the one that a restore would take. Nothing is changed; a restore that meets damage puts the
     checkpoint under quarantine by itself. JSON records: keepstep.verify/1.
     """
-    key = reader_key(trust_key, unsigned, needed=True)
+    trust = reader_policy(flags, needed=True)
     place, folder = split_target(root, store)
     if folder is not None and every:
         raise ConfigError(f"--all says nothing about one checkpoint; give its root, {place.where}")
-    found = survey(place, trusted_key=key, allow_unsigned=unsigned, now_ns=time.time_ns())
+    found = survey(place, trust, now_ns=time.time_ns())
     if folder is None:
         folders = [e.name.text for e in found.entries if e.committed and not e.tombstoned]
         newest = current(found.entries)
@@ -84,9 +83,7 @@ def verify(
     begun = time.monotonic()
     with progress_bar(sum(sizes.get(name, 0) for name in folders)) as told:
         for name in folders:
-            reports.append(
-                verify_checkpoint(place, name, trusted_key=key, allow_unsigned=unsigned, jobs=jobs, progress=told)
-            )
+            reports.append(verify_checkpoint(place, name, policy=trust, jobs=jobs, progress=told))
     took_s = time.monotonic() - begun
     if record:
         _write_down(place, reports)

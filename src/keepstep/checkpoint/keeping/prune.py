@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import platform
 import secrets
@@ -19,30 +20,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from keepstep.checkpoint.format.layout import SIDE_FOLDER
+from keepstep.checkpoint.keeping import pins
 from keepstep.checkpoint.keeping.policy import Policy
 from keepstep.checkpoint.keeping.records import (
     OF_ONE_CHECKPOINT,
     TOMBSTONES,
     Tombstone,
-    is_pinned,
-    read_pins,
     whoami,
 )
 from keepstep.checkpoint.keeping.retention import DEFAULT_GRACE_S, DEFAULT_QUARANTINE_S, Limits, Line, deletion_order
-from keepstep.checkpoint.keeping.survey import plan, survey
+from keepstep.checkpoint.keeping.survey import Survey, plan, survey
+from keepstep.checkpoint.restore.lineage import Listed
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Deleter, Root
 from keepstep.checkpoint.storage.writer import fsync_folder, storage_error
+from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.codec import rfc3339, to_pretty_json
 from keepstep.records.errors import KeepstepError, StorageError, VerificationError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 LOCK_NAME = "prune.lock"
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -74,12 +72,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     root: Root
     policy: Policy
     deleter: Deleter | None
-    trusted_key: EllipticCurvePublicKey | None
-    allow_unsigned: bool = False
+    trust: TrustPolicy
     ended_runs: frozenset[str] = frozenset()
     grace_s: float = DEFAULT_GRACE_S
     quarantine_s: float = DEFAULT_QUARANTINE_S
     reason: str | None = None
+    known: dict[str, Listed] | None = None
+    """Markers read before, see `list_checkpoints`: for who prunes again and again."""
 
     def with_right(self, deleter: Deleter) -> Task:
         """The same, to be carried out with `deleter`."""
@@ -166,7 +165,7 @@ def lower_priority() -> None:
 
 def _decide(task: Task, now_ns: int) -> tuple[list[Line], list[Line]]:
     """All lines, and those to be deleted in their order."""
-    found = survey(task.root, trusted_key=task.trusted_key, allow_unsigned=task.allow_unsigned, now_ns=now_ns)
+    found = survey(task.root, task.trust, now_ns=now_ns, known=task.known)
     limits = Limits(now_ns=now_ns, ended_runs=task.ended_runs, grace_s=task.grace_s, quarantine_s=task.quarantine_s)
     lines = plan(task.root, found, task.policy, limits)
     if task.deleter is not None:
@@ -174,7 +173,22 @@ def _decide(task: Task, now_ns: int) -> tuple[list[Line], list[Line]]:
         for name in found.records.tombstones - found.listed.keys():
             if task.root.files(name) is None:
                 task.deleter.delete_record(TOMBSTONES, name)
-    return lines, deletion_order(found.entries, lines)
+    doomed = deletion_order(found.entries, lines)
+    if doomed:
+        _check_newest(task, found)
+    return lines, doomed
+
+
+def _check_newest(task: Task, found: Survey) -> None:
+    """That the marker of what stays as the newest is still the one that was verified. Raises StorageError: nothing goes."""
+    restorable = [entry for entry in found.entries if entry.state == "committed"]
+    for scope in {entry.scope for entry in restorable}:
+        folder = next(entry.name.text for entry in restorable if entry.scope == scope)
+        manifest, marker = found.listed[folder].manifest, task.root.marker(folder)
+        if manifest is None or marker is None or hashlib.sha256(marker[1]).hexdigest() != manifest.digest:
+            if task.known is not None:
+                task.known.pop(folder, None)
+            raise StorageError(f"{folder}: its marker is not the one that was verified before; nothing is deleted")
 
 
 def _tombstone(task: Task, line: Line, action: str, now_ns: int) -> bytes:
@@ -195,7 +209,7 @@ def _tombstone(task: Task, line: Line, action: str, now_ns: int) -> bytes:
 def _delete(root: Root, deleter: Deleter, line: Line, tombstone: bytes) -> None:
     """Delete one checkpoint. Raises StorageError or VerificationError, also when it changed since the decision."""
     folder = line.checkpoint
-    if is_pinned(read_pins(root), folder):
+    if folder in root.record_names(pins.RECORD_KIND):
         raise StorageError("it was pinned meanwhile, and stays")
     if line.state == "unfinished" and root.marker(folder) is not None:
         raise StorageError("it was committed meanwhile, and stays")

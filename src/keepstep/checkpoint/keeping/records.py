@@ -6,8 +6,6 @@ as far as its name tells, since keeping too much can be put right.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import datetime
 import getpass
 import os
@@ -19,16 +17,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, TOMBSTONE_FOLDER, parse_folder_name
+from keepstep.checkpoint.keeping import pins
 from keepstep.checkpoint.keeping.retention import Suspicion
 from keepstep.checkpoint.storage.source import Sink, Source
+from keepstep.checkpoint.trust import permits
+from keepstep.checkpoint.trust.envelope import open_bundle
 from keepstep.records.codec import rfc3339, to_pretty_json
-from keepstep.records.errors import ConfigError
+from keepstep.records.errors import ConfigError, VerificationError
 
 SUSPICION = "suspicion"
 RELEASED = "released"
 TOMBSTONES = TOMBSTONE_FOLDER
-PINS = "pins"
-ROLLBACK = "rollback"
 VERIFIED = "verified"
 TIERS = "tiers"
 QUARANTINE = QUARANTINE_FOLDER
@@ -88,14 +87,6 @@ class TierNote(msgspec.Struct, frozen=True, kw_only=True):
     reached: list[Reached]
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """A person's word that a checkpoint stays."""
-
-    checkpoint: str | None = None
-    step: int | None = None
-    reason: str | None = None
-
-
 class Records(msgspec.Struct, frozen=True, kw_only=True):
     """The side records of a root that retention looks at."""
 
@@ -103,9 +94,10 @@ class Records(msgspec.Struct, frozen=True, kw_only=True):
     """The open ones by name."""
     released: frozenset[str]
     tombstones: frozenset[str]
-    pins: list[Pin]
-    permits: list[tuple[int | None, str | None, str]]
-    """What each rollback permit names: step, checkpoint, and the permit's own name."""
+    pins: dict[str, str]
+    """Reason of each pin by checkpoint."""
+    permits: dict[str, str]
+    """The checkpoint that each rollback permit names."""
     quarantined_ns: dict[str, int]
     """When each was quarantined; one whose record does not say so counts as quarantined this moment."""
     verified: dict[str, str]
@@ -123,32 +115,16 @@ def read_records(root: Source, now_ns: int) -> Records:
         suspicions={name: found for name, found in suspicions.items() if name not in released},
         released=released,
         tombstones=root.record_names(TOMBSTONES),
-        pins=read_pins(root),
-        permits=[(*_named_by(data), name) for name, data in root.records(ROLLBACK).items()],
+        pins={name: _reason(data) for name, data in root.records(pins.RECORD_KIND).items()},
+        permits={
+            name: target
+            for name, data in root.records(permits.RECORD_KIND).items()
+            if (target := _named_by(data)) is not None
+        },
         quarantined_ns={name: _time_in(data, now_ns) for name, data in root.records(QUARANTINE).items()},
         verified={name: found.digest for name, found in verified.items() if found is not None},
         tiers={name: found.reached for name, found in notes.items() if found is not None},
     )
-
-
-def read_pins(root: Source) -> list[Pin]:
-    """All pins. One whose content cannot be read pins the checkpoint it is named after."""
-    pins = []
-    for name, data in root.records(PINS).items():
-        pin = _decode(data, Pin) or Pin(reason="its record cannot be read")
-        named = pin.checkpoint is None and pin.step is None
-        pins.append(msgspec.structs.replace(pin, checkpoint=name) if named else pin)
-    return pins
-
-
-def is_pinned(pins: list[Pin], folder: str) -> list[str]:
-    """Reasons of the pins that hold `folder`."""
-    name = parse_folder_name(folder)
-    return [
-        pin.reason or "no reason given"
-        for pin in pins
-        if pin.checkpoint == folder or (pin.checkpoint is None and name is not None and pin.step == name.step)
-    ]
 
 
 def new_suspicion(since_step: int, reason: str, now_ns: int, run: str | None = None) -> Suspicion:
@@ -207,6 +183,11 @@ def _decode(data: bytes, kind: type[_T]) -> _T | None:
         return None
 
 
+def _reason(pin: bytes) -> str:
+    record = _decode(pin, pins.PinRecord)
+    return "its record cannot be read" if record is None else record.reason or "no reason given"
+
+
 def _suspicion(name: str, data: bytes) -> Suspicion:
     found = _decode(data, Suspicion)
     if found is not None:
@@ -222,17 +203,10 @@ def _time_in(data: bytes, now_ns: int) -> int:
         return now_ns
 
 
-def _named_by(data: bytes) -> tuple[int | None, str | None]:
-    """Step and checkpoint that a rollback permit names. Its signature is not checked: a permit only keeps, here."""
-    record: dict[str, Any] = _decode(data, dict[str, Any]) or {}
-    envelope = record.get("dsseEnvelope", record)
-    if isinstance(envelope, dict) and isinstance(envelope.get("payload"), str):
-        try:
-            record = _decode(base64.b64decode(envelope["payload"], validate=True), dict[str, Any]) or {}
-        except (binascii.Error, ValueError):
-            record = {}
-    step, checkpoint = record.get("to_step"), record.get("to_checkpoint")
-    return (
-        step if isinstance(step, int) and not isinstance(step, bool) else None,
-        checkpoint if isinstance(checkpoint, str) else None,
-    )
+def _named_by(data: bytes) -> str | None:
+    """The checkpoint that a rollback permit names. Its signature is not checked: a permit only keeps, here."""
+    try:
+        permit = _decode(open_bundle(data, "permit", permits.PERMIT_TYPE).payload, permits.Permit)
+    except VerificationError:
+        return None
+    return None if permit is None else permit.to_checkpoint

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from keepstep.checkpoint.format.blocks import (
+    BLOCKS_NAME,
+    DIGEST_ALGORITHMS,
+    blocks_count,
+    body_bytes,
+    check_block,
+    hash_block,
+    span_of,
+)
 from keepstep.checkpoint.format.layout import INDEX_NAME, rank_file_name
 from keepstep.checkpoint.format.shard import header_end, parse_header
 from keepstep.checkpoint.keeping.policy import Policy
-from keepstep.checkpoint.keeping.records import Records, is_pinned, read_records
+from keepstep.checkpoint.keeping.records import Records, read_records
 from keepstep.checkpoint.keeping.retention import Entry, LifeKey, Limits, Line, decide
 from keepstep.checkpoint.restore.lineage import Listed, abandons, list_checkpoints
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.checkpoint.trust.manifest import Facts
+from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.errors import VerificationError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 _RANK_FILE = re.compile(r"rank-\d{5,7}-of-\d{5,7}\.safetensors")
 _MAX_INDEX_BYTES = 1 << 30
@@ -40,18 +46,18 @@ class _World(msgspec.Struct, frozen=True):
 
 def survey(
     root: Root,
+    trust: TrustPolicy,
     *,
-    trusted_key: EllipticCurvePublicKey | None,
-    allow_unsigned: bool = False,
     now_ns: int,
     run_id: str | None = None,
+    known: dict[str, Listed] | None = None,
 ) -> Survey:
     """List `root` (of `run_id` only, if given). Markers are read and checked as for a restore, data files are not read.
 
-    Raises StorageError.
+    `known`: as for `list_checkpoints`. Raises StorageError.
     """
     records = read_records(root, now_ns)
-    listed = list_checkpoints(root, trusted_key=trusted_key, allow_unsigned=allow_unsigned, run_id=run_id)
+    listed = list_checkpoints(root, policy=trust, run_id=run_id, known=known)
     lives = {_life(facts): facts for entry in listed if (facts := _facts(entry)) is not None}
     restored = {facts.restored_from: facts for facts in lives.values() if facts.restored_from is not None}
     entries = [_entry(root, item, records, lives, restored, now_ns) for item in listed]
@@ -59,20 +65,27 @@ def survey(
 
 
 def plan(root: Root, found: Survey, policy: Policy, limits: Limits) -> list[Line]:
-    """What `policy` does to each checkpoint. Reads the files of unfinished ones that would be deleted.
+    """What `policy` does to each checkpoint. Looks into the folders of those that would be deleted only.
 
     The suspicions of `found` are added to those of `limits`. Raises StorageError.
     """
     limits = msgspec.structs.replace(limits, suspicions=(*limits.suspicions, *found.records.suspicions.values()))
     entries = found.entries
     lines = decide(entries, policy, limits)
-    doubtful = {line.checkpoint for line in lines if not line.keep and line.state == "unfinished"}
-    whole = {folder for folder in doubtful if is_whole(root, folder)}
-    if not whole:
+    doomed = {line.checkpoint: line.state for line in lines if not line.keep}
+    whole = {folder for folder, state in doomed.items() if state == "unfinished" and is_whole(root, folder)}
+    foreign = {folder: names for folder in doomed if (names := _foreign(root, folder))}
+    if not whole and not foreign:
         return lines
-    return decide(
-        [msgspec.structs.replace(e, complete=True) if e.name.text in whole else e for e in entries], policy, limits
-    )
+    looked = [
+        msgspec.structs.replace(e, complete=e.name.text in whole, foreign=foreign.get(e.name.text, ())) for e in entries
+    ]
+    return decide(looked, policy, limits)
+
+
+def _foreign(root: Source, folder: str) -> tuple[str, ...]:
+    """Names in `folder` that no save writes, and what is no regular file."""
+    return tuple(sorted(n for n, size in (root.files(folder) or {}).items() if size < 0 or not _is_ours(n)))
 
 
 def _facts(item: Listed) -> Facts | None:
@@ -92,17 +105,16 @@ def _entry(
     now_ns: int,
 ) -> Entry:
     folder, facts = item.name.text, _facts(item)
-    found = root.files(folder) or {}
-    known = set() if item.manifest is None else {file.name for file in item.manifest.files}
-    foreign = [n for n, size in found.items() if size < 0 or (n not in known and not _is_ours(n))]
+    # The files of many ranks are many: where the manifest tells their size, the folder is not listed.
+    found = {} if item.size_bytes is not None else root.files(folder) or {}
     quarantined_ns = records.quarantined_ns.get(folder, now_ns) if item.quarantined else None
     return Entry(
         name=item.name,
         committed=item.committed,
         created_ns=facts.created_ns if facts is not None else _changed_ns(root, folder, found, now_ns),
-        size_bytes=sum(size for size in found.values() if size > 0),
+        size_bytes=sum(size for size in found.values() if size > 0) if item.size_bytes is None else item.size_bytes,
         scope=None if facts is None else facts.scope,
-        metrics={} if facts is None else {k: v for k, v in (facts.metrics or {}).items() if v is not None},
+        metrics={} if facts is None else facts.metrics,
         problem=None if item.manifest is not None or not item.committed else item.error or "unknown",
         quarantined_ns=quarantined_ns,
         released=folder in records.released,
@@ -110,12 +122,9 @@ def _entry(
         life=None if facts is None else _life(facts),
         abandoning=frozenset(key for key, life in lives.items() if abandons(life, item)),
         proven=_proof(item, records, restored),
-        pins=tuple(is_pinned(records.pins, folder)),
-        permits=tuple(
-            name for step, to, name in records.permits if to == folder or (to is None and step == item.name.step)
-        ),
+        pins=(records.pins[folder],) if folder in records.pins else (),
+        permits=tuple(permit for permit, target in records.permits.items() if target == folder),
         tombstoned=item.tombstoned,
-        foreign=tuple(sorted(foreign)),
     )
 
 
@@ -146,7 +155,7 @@ def _changed_ns(root: Root, folder: str, found: dict[str, int], now_ns: int) -> 
 def is_whole(root: Source, folder: str) -> bool:
     """Whether all files of a save lie in `folder`: the index, and of each rank a file with all that its header announces.
 
-    Without a marker there is no digest to compare with. Raises StorageError.
+    Where a file ends in digests of its blocks, each block is compared with its own. Raises StorageError.
     """
     found = root.files(folder) or {}
     try:
@@ -157,10 +166,25 @@ def is_whole(root: Source, folder: str) -> bool:
         for name in (rank_file_name(rank, world) for rank in range(world)):
             size = found.get(name, 0)
             end = header_end(_read(root, folder, name, 0, 8), size, name)
-            parse_header(_read(root, folder, name, 0, end), size, name)
+            if BLOCKS_NAME in parse_header(_read(root, folder, name, 0, end), size, name):
+                _check_blocks(root, folder, name, size)
     except (VerificationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return True
+
+
+def _check_blocks(root: Source, folder: str, name: str, size: int) -> None:
+    """Compare every block with the digests at the file's end. Raises VerificationError, StorageError or ConfigError."""
+    body = body_bytes(size)
+    digests = _read(root, folder, name, body, size - body)
+    algorithm = ""
+    for number in range(blocks_count(size)):
+        begin, end = span_of(number, body)
+        block = memoryview(_read(root, folder, name, begin, end - begin))
+        if not number:
+            # Which algorithm it was stands in the manifest, which is what is missing here.
+            algorithm = next(a for a in DIGEST_ALGORITHMS if a == "sha256" or hash_block(block, a)[0] == digests[:32])
+        check_block(block, number, digests, algorithm, name)
 
 
 def _read(root: Source, folder: str, name: str, offset: int, limit_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from keepstep.checkpoint.storage.readahead import read_ahead, room
 from keepstep.checkpoint.storage.source import Opened, Source
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Manifest, parse_manifest
+from keepstep.checkpoint.trust.policy import TrustPolicy, check_manifest
 from keepstep.records.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -84,11 +85,18 @@ def check_marker(
     marker: str,
     data: bytes,
     *,
-    trusted_key: EllipticCurvePublicKey | None,
+    trusted_key: EllipticCurvePublicKey | None = None,
     allow_unsigned: bool = False,
+    policy: TrustPolicy | None = None,
 ) -> Manifest:
-    """The manifest in `data`, the content of `marker`, which must speak of `folder`. Raises VerificationError."""
-    manifest = parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+    """The manifest in `data`, the content of `marker`, which must speak of `folder`. Raises VerificationError.
+
+    With `policy` that decides who is trusted, and not `trusted_key` and `allow_unsigned`.
+    """
+    if policy is not None:
+        manifest = check_manifest(data, marker, policy)
+    else:
+        manifest = parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
     name, facts = parse_folder_name(folder), manifest.facts
     if name is not None:
         if facts is None:
@@ -190,14 +198,16 @@ def verify_checkpoint(
     source: Source,
     folder: str,
     *,
-    trusted_key: EllipticCurvePublicKey | None,
+    trusted_key: EllipticCurvePublicKey | None = None,
     allow_unsigned: bool = False,
+    policy: TrustPolicy | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
     """Verify all of `folder` and say everything that differs; never raises VerificationError.
 
-    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one). `jobs` files are
+    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one); with `policy` that
+    decides instead. `jobs` files are
     hashed at once (default: one for each usable core); `progress` is told the number of bytes of each chunk that was
     hashed, by one thread at a time. Raises StorageError when something cannot be read at all.
     """
@@ -207,7 +217,9 @@ def verify_checkpoint(
         if found is None:
             raise VerificationError(f"{folder}: no manifest, the checkpoint is not committed")
         marker, data = found
-        manifest = check_marker(folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+        manifest = check_marker(
+            folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned, policy=policy
+        )
     except VerificationError as error:
         return VerifyReport(
             checkpoint=folder,

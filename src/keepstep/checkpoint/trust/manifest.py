@@ -52,6 +52,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `restored_step`, `restored_from` and `life_started_ns` say where the cycle that wrote it began: the lineage is read
     from these. `scope` is the run id when that restore looked at one run only, None when it looked at the whole root.
+    `metrics` are what the script gave with the save.
     """
 
     run: str
@@ -67,8 +68,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     life_started_ns: int
     restored_from: str | None = None
     scope: str | None = None
-    metrics: dict[str, float | None] | None = None
-    """Values that retention may choose the best by, e.g. {"loss": 2.31}. JSON has no NaN: that is written as null."""
+    metrics: dict[str, float] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
