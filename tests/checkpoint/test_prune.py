@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -14,27 +16,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from tests.checkpoint.s3 import S3
 from tests.checkpoint.support import (
     FakeRun,
     Loader,
     RecordingChannel,
     checkpointer,
+    flip_bit,
     report_of,
     restore_value,
     save_steps,
 )
+from tests.checkpoint.test_object_root import committed
 from tests.disks import small_tmpfs
 
-from keepstep.checkpoint.format.layout import MARKER_SIGNED
+from keepstep.checkpoint.format.blocks import (
+    BLOCK_BYTES,
+    BLOCKS_NAME,
+    DigestAlgorithm,
+    blocks_count,
+    digest_blocks,
+)
+from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, FolderName, rank_file_name
 from keepstep.checkpoint.keeping.policy import parse_policy
 from keepstep.checkpoint.keeping.prune import BusyError, Pruned, Task, decide_now, prune, prune_after_commit
 from keepstep.checkpoint.keeping.records import TOMBSTONES, new_suspicion, note_verified, release, write_suspicion
 from keepstep.checkpoint.keeping.retention import Line, current
 from keepstep.checkpoint.keeping.survey import is_whole, survey
+from keepstep.checkpoint.restore.lineage import Listed
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
 from keepstep.checkpoint.storage.posix import PosixRoot
+from keepstep.checkpoint.storage.source import open_deleter
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.codec import rfc3339
@@ -229,6 +244,64 @@ def test_another_key_s_checkpoints_are_not_ours_to_delete(root: Path, keepstep_h
     assert done.deleted == [] and all("signed by key" in line.reasons[0] for line in done.lines)
 
 
+def test_who_prunes_again_and_again_reads_each_marker_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(root, [100, 200, 300])
+    read: list[str] = []
+    real = PosixRoot.marker
+
+    def marker(self: PosixRoot, folder: str) -> tuple[str, bytes] | None:
+        read.append(folder[5:18])
+        return real(self, folder)
+
+    monkeypatch.setattr(PosixRoot, "marker", marker)
+    known: dict[str, Listed] = {}
+    first = prune(task(root, "last:3", known=known))
+    assert sorted(read) == ["step-00000100", "step-00000200", "step-00000300"]
+    again = prune(task(root, "last:3", known=known))
+    assert len(read) == 3 and again.lines == first.lines
+    assert all(item.manifest is not None and item.manifest.files == () for item in known.values())
+    save_steps(root, [400], cycle=1)
+    read.clear()
+    # The new one, and once more before anything goes; folders are asked before their files are deleted.
+    assert len(prune(task(root, "last:1", known=known)).deleted) == 2
+    assert read.count("step-00000400") == 2 and read.count("step-00000300") == 0
+
+
+def test_nothing_goes_when_the_newest_lost_its_marker_since_it_was_read(root: Path) -> None:
+    paths = save_steps(root, [100, 200])
+    known: dict[str, Listed] = {}
+    prune(task(root, "last:2", known=known))
+    (paths[1] / MARKER_SIGNED).unlink()
+    with pytest.raises(
+        StorageError, match=r"step-00000200.*is not the one that was verified before; nothing is deleted"
+    ):
+        prune(task(root, "last:1", known=known))
+    assert prune(task(root, "last:1", known=known)).deleted == [] and current_step(root) == 100
+
+
+def test_an_object_store_is_pruned_by_who_may_delete(s3: S3) -> None:
+    root, url = s3.root(), f"s3://{s3.bucket}/team/ckpt"
+    names = [FolderName(step, 0, 1, 0, "job7") for step in (100, 200, 300)]
+    folders = [committed(root, name) for name in names]
+    torn = root.make_folder(FolderName(400, 0, 1, 0, "job7"))
+    root.put_file(torn, rank_file_name(1, 2), [b"half"])
+    job = Task(root=root, policy=parse_policy("last:1"), deleter=open_deleter(url, s3.options()), trust=trust())
+    refused = prune(job)
+    assert refused.deleted == [] and len(refused.failed) == 2
+    assert "AccessDenied" in refused.failed[folders[0]]
+    # The trainer's identity has only hidden them: they are still whole, and pruning goes on with the right to delete.
+    s3.may_delete = True
+    assert prune(job).deleted == folders[:2]
+    assert sorted(root.folders()) == [folders[2], torn], "the torn one may be in flight"
+    over = msgspec.structs.replace(job, ended_runs=frozenset({"job7"}))
+    assert prune(over).deleted == [], "claimed a moment ago"
+    assert prune(over, time.time_ns() + 2 * DAY_NS).deleted == [torn]
+    assert root.folders() == [folders[2]]
+    assert set(root.files(folders[2]) or {}) == {INDEX_NAME, rank_file_name(0, 2), rank_file_name(1, 2)}
+    left = s3.keys()
+    assert not [key for key in left if folders[0] in key or folders[1] in key or torn in key]
+
+
 # ---- rows of the failure table
 
 
@@ -318,11 +391,37 @@ def test_row_19_a_copy_that_lost_its_marker_is_reported_and_kept(root: Path, tmp
     done = prune(task(copy, ended_runs=over), later)
     assert done.deleted == []
     assert all("a copy without it?" in line.reasons[0] for line in done.lines)
+    (whole,) = (name for name in PosixRoot(copy).folders() if "00000200" in name)
+    assert is_whole(PosixRoot(copy), whole)
     # One that lacks the end of a file is a torn save like any other.
     torn = next(copy.glob("*step-00000100*"))
     os.truncate(torn / "rank-00001-of-00002.safetensors", 5000)
     assert not is_whole(PosixRoot(copy), torn.name)
     assert prune(task(copy, ended_runs=over), later).deleted == [torn.name]
+
+
+def with_block_digests(path: Path, algorithm: DigestAlgorithm) -> None:
+    """A shard of two blocks that ends in their digests."""
+    size = BLOCK_BYTES + 5000
+    count = blocks_count(size + 64)
+    table = {
+        "w": {"dtype": "U8", "shape": [size - 4096], "data_offsets": [0, size - 4096]},
+        BLOCKS_NAME: {"dtype": "U8", "shape": [32 * count], "data_offsets": [size - 4096, size - 4096 + 32 * count]},
+    }
+    body = struct.pack("<Q", 4088) + json.dumps(table).encode().ljust(4088) + os.urandom(size - 4096)
+    path.write_bytes(body + digest_blocks(memoryview(body), algorithm))
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_a_copy_without_its_marker_is_whole_only_when_its_blocks_are(root: Path, algorithm: DigestAlgorithm) -> None:
+    folder = root / "job7-step-00000300-c0000-a0001"
+    folder.mkdir(parents=True)
+    (folder / INDEX_NAME).write_text('{"world": 1}')
+    shard = folder / rank_file_name(0, 1)
+    with_block_digests(shard, algorithm)
+    assert is_whole(PosixRoot(root), folder.name)
+    flip_bit(shard, BLOCK_BYTES + 700)
+    assert not is_whole(PosixRoot(root), folder.name)
 
 
 def test_row_20_a_save_that_failed_later_is_not_the_latest(root: Path) -> None:

@@ -121,7 +121,7 @@ def read_records(root: Source, now_ns: int) -> Records:
             for name, data in root.records(permits.RECORD_KIND).items()
             if (target := _named_by(data)) is not None
         },
-        quarantined_ns={name: _time_in(data, now_ns) for name, data in root.records(QUARANTINE).items()},
+        quarantined_ns={name: time_in(data, now_ns) for name, data in root.records(QUARANTINE).items()},
         verified={name: found.digest for name, found in verified.items() if found is not None},
         tiers={name: found.reached for name, found in notes.items() if found is not None},
     )
@@ -195,7 +195,8 @@ def _suspicion(name: str, data: bytes) -> Suspicion:
     return Suspicion(since_step=_EVERY_STEP, reason=f"record {name} cannot be read", time="", by="")
 
 
-def _time_in(data: bytes, now_ns: int) -> int:
+def time_in(data: bytes, now_ns: int) -> int:
+    """The time that a record says, in UTC nanoseconds; `now_ns` when it says none."""
     record: dict[str, Any] | None = _decode(data, dict[str, Any])
     try:
         return time_ns(str((record or {}).get("time")))

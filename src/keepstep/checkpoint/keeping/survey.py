@@ -19,9 +19,10 @@ from keepstep.checkpoint.format.blocks import (
 from keepstep.checkpoint.format.layout import INDEX_NAME, rank_file_name
 from keepstep.checkpoint.format.shard import header_end, parse_header
 from keepstep.checkpoint.keeping.policy import Policy
-from keepstep.checkpoint.keeping.records import Records, read_records
+from keepstep.checkpoint.keeping.records import Records, read_records, time_in
 from keepstep.checkpoint.keeping.retention import Entry, LifeKey, Limits, Line, decide
 from keepstep.checkpoint.restore.lineage import Listed, abandons, list_checkpoints
+from keepstep.checkpoint.storage.objects import CLAIMS
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.checkpoint.trust.manifest import Facts
@@ -60,7 +61,8 @@ def survey(
     listed = list_checkpoints(root, policy=trust, run_id=run_id, known=known)
     lives = {_life(facts): facts for entry in listed if (facts := _facts(entry)) is not None}
     restored = {facts.restored_from: facts for facts in lives.values() if facts.restored_from is not None}
-    entries = [_entry(root, item, records, lives, restored, now_ns) for item in listed]
+    claimed = _claimed_ns(root, now_ns) if any(not item.committed for item in listed) else {}
+    entries = [_entry(root, item, records, lives, restored, claimed, now_ns) for item in listed]
     return Survey(entries=entries, listed={item.name.text: item for item in listed}, records=records)
 
 
@@ -102,6 +104,7 @@ def _entry(
     records: Records,
     lives: dict[LifeKey, Facts],
     restored: dict[str, Facts],
+    claimed: dict[str, int],
     now_ns: int,
 ) -> Entry:
     folder, facts = item.name.text, _facts(item)
@@ -111,7 +114,9 @@ def _entry(
     return Entry(
         name=item.name,
         committed=item.committed,
-        created_ns=facts.created_ns if facts is not None else _changed_ns(root, folder, found, now_ns),
+        created_ns=facts.created_ns
+        if facts is not None
+        else claimed.get(folder) or _changed_ns(root, folder, found, now_ns),
         size_bytes=sum(size for size in found.values() if size > 0) if item.size_bytes is None else item.size_bytes,
         scope=None if facts is None else facts.scope,
         metrics={} if facts is None else facts.metrics,
@@ -139,6 +144,11 @@ def _proof(item: Listed, records: Records, restored: dict[str, Facts]) -> str | 
         return "ckpt verify found every byte as the manifest says"
     life = restored.get(item.name.text)
     return None if life is None else f"run {life.run} cycle {life.cycle} restored from it"
+
+
+def _claimed_ns(root: Root, now_ns: int) -> dict[str, int]:
+    """When each folder of an object store was claimed: objects tell nothing of a folder's changes."""
+    return {} if isinstance(root, PosixRoot) else {n: time_in(d, now_ns) for n, d in root.records(CLAIMS).items()}
 
 
 def _changed_ns(root: Root, folder: str, found: dict[str, int], now_ns: int) -> int:
