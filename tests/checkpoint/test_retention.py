@@ -307,7 +307,7 @@ def witnessed(remaining: list[Entry]) -> list[Entry]:
     return shown
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(roots().map(witnessed), policies)
 def test_no_policy_lifts_the_limits(entries: list[Entry], policy: Policy) -> None:
     limits = Limits(now_ns=NOW_NS)
@@ -330,7 +330,7 @@ def test_no_policy_lifts_the_limits(entries: list[Entry], policy: Policy) -> Non
             assert item.name.text in keep
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(roots().map(witnessed), policies)
 def test_a_prune_that_stops_anywhere_brings_no_dead_lineage_back(entries: list[Entry], policy: Policy) -> None:
     lines = decide(entries, policy, Limits(now_ns=NOW_NS))
@@ -343,7 +343,7 @@ def test_a_prune_that_stops_anywhere_brings_no_dead_lineage_back(entries: list[E
         assert not restorable or left
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(roots().map(witnessed), policies)
 def test_a_second_prune_finds_nothing_more(entries: list[Entry], policy: Policy) -> None:
     limits = Limits(now_ns=NOW_NS)
