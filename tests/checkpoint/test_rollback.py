@@ -204,9 +204,8 @@ def restart(job: Job, *, die: bool) -> None:
         assert job.refused == ""
     assert got == (good[-1] if good else None)
     if got is None:
-        job.begin(0)
+        job.begin(0)  # a fresh start, by a person's word
         job.timeline, job.pending = [], []
-        job.mark = None  # a fresh start by a person's word is the only way on
     else:
         job.timeline, job.pending = job.timeline[: job.timeline.index(got) + 1], None
 
