@@ -7,6 +7,7 @@ import click
 from keepstep.cli.main import LazyGroup, Verb
 
 VERBS: dict[str, Verb] = {
+    "interval": Verb("keepstep.cli.ckpt_interval:interval", "Say how long to train between checkpoints, and why."),
     "pin": Verb("keepstep.cli.ckpt_pin:pin", "Keep a checkpoint for good, or allow going back to it.", "checkpoint"),
     "keygen": Verb("keepstep.cli.ckpt_keygen:keygen", "Make a key that signs checkpoints.", "checkpoint"),
 }
