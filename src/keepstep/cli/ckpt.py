@@ -16,6 +16,7 @@ VERBS: dict[str, Verb] = {
     "release": Verb(
         "keepstep.cli.ckpt_doubt:release_verb", "Let what a suspicion or quarantine kept be deleted.", "checkpoint"
     ),
+    "interval": Verb("keepstep.cli.ckpt_interval:interval", "Say how long to train between checkpoints, and why."),
     "pin": Verb("keepstep.cli.ckpt_pin:pin", "Keep a checkpoint for good, or allow going back to it.", "checkpoint"),
     "keygen": Verb("keepstep.cli.ckpt_keygen:keygen", "Make a key that signs checkpoints.", "checkpoint"),
 }

@@ -17,7 +17,7 @@ import click
 from keepstep.checkpoint.format.layout import FolderName, parse_folder_name
 from keepstep.checkpoint.keeping.pins import delete_pin, new_pin, read_pin, write_pin
 from keepstep.checkpoint.storage.source import Root, open_deleter, open_root
-from keepstep.checkpoint.trust.marks import WHOLE_ROOT, file_marks
+from keepstep.checkpoint.trust.marks import WHOLE_ROOT, look_up_mark
 from keepstep.checkpoint.trust.permits import RECORD_KIND, Permit, parse_permit, sign_permit
 from keepstep.checkpoint.trust.policy import (
     TrustOptions,
@@ -212,7 +212,7 @@ def _parse_origin(text: str) -> tuple[str, int, str]:
 def _known_newest(place: Root, target: Position, policy: TrustPolicy) -> tuple[str, int, str]:
     """The mark on this host, else the newest checkpoint in the root that verifies."""
     for scope in (target.run, WHOLE_ROOT):
-        mark = file_marks(place, scope).get()
+        mark = look_up_mark(place, scope)
         if mark is not None:
             return mark.at.checkpoint, mark.at.step, mark.at.digest
     newest = None

@@ -6,7 +6,15 @@ from collections.abc import Collection, Sequence
 
 from keepstep.checkpoint.restore.lineage import Listed
 from keepstep.checkpoint.trust.permits import Permit
-from keepstep.checkpoint.trust.rollback import Mark, Ruling, check_rollback, marked_state, position_of
+from keepstep.checkpoint.trust.rollback import (
+    Mark,
+    Position,
+    Ruling,
+    check_rollback,
+    is_dead,
+    marked_state,
+    position_of,
+)
 
 
 def judge(
@@ -33,3 +41,14 @@ def judge(
         abandoned=marked is not None and marked.abandoned_by is not None,
     )
     return check_rollback(candidate, mark, state, permits)
+
+
+def leaves_behind(at: Position, found: Sequence[Listed], mark: Mark | None) -> bool:
+    """Whether going on from `at` leaves something committed behind that is not known as dead already."""
+    turns = mark.turns if mark is not None else ()
+    return any(
+        entry.committed
+        and entry.name.step > at.step
+        and (entry.manifest is None or not is_dead(position_of(entry.manifest, entry.name.text), turns))
+        for entry in found
+    )

@@ -158,5 +158,14 @@ def _without(places: dict[str, dict[str, Mark]], where: str) -> dict[str, dict[s
 
 def file_marks(root: Root, scope: str) -> FileMarks:
     """The mark of `root` in the user's keepstep folder. Raises StorageError (the root has no id and takes none)."""
-    where = root.where if "://" in root.where else str(Path(root.where).resolve())
-    return FileMarks(root=root_id(root), where=where, scope=scope, folder=marks_folder())
+    return FileMarks(root=root_id(root), where=_place(root), scope=scope, folder=marks_folder())
+
+
+def look_up_mark(root: Root, scope: str) -> Mark | None:
+    """The mark of `root` in the user's keepstep folder, writing nothing. Raises StorageError."""
+    known = _read_root_id(root) or ""
+    return FileMarks(root=known, where=_place(root), scope=scope, folder=marks_folder()).get()
+
+
+def _place(root: Root) -> str:
+    return root.where if "://" in root.where else str(Path(root.where).resolve())

@@ -222,13 +222,12 @@ def how_to_allow(root: str, candidate: Position, mark: Mark) -> str:
 
 def after_commit(mark: Mark | None, at: Position, restored_step: int) -> Mark:
     """The mark after `at` was committed by a life that began at `restored_step`."""
-    if mark is None:
-        return Mark(at=at)
-    turns = mark.turns
-    is_new_life = (mark.at.run, mark.at.life_started_ns) != (at.run, at.life_started_ns)
-    if is_new_life and restored_step < mark.at.step:  # a fresh start: nothing was restored that moved the mark
+    if mark is not None and (mark.at.run, mark.at.life_started_ns) == (at.run, at.life_started_ns):
+        return Mark(at=at, turns=mark.turns, used=mark.used)
+    turns, used = (mark.turns, mark.used) if mark is not None else ((), ())
+    if mark is None or restored_step < mark.at.step:  # a fresh start: nothing was restored that moved the mark
         turns = _with_turn(turns, Turn(run=at.run, life_started_ns=at.life_started_ns, restored_step=restored_step))
-    return Mark(at=at, turns=turns, used=mark.used)
+    return Mark(at=at, turns=turns, used=used)
 
 
 def after_refusal(mark: Mark, checkpoint: str) -> Mark:
@@ -239,18 +238,18 @@ def after_refusal(mark: Mark, checkpoint: str) -> Mark:
     return msgspec.structs.replace(mark, refused=(*mark.refused, checkpoint))
 
 
-def after_restore(mark: Mark | None, at: Position, *, run: str, life_started_ns: int, permit: Permit | None) -> Mark:
+def after_restore(
+    mark: Mark | None, at: Position, *, run: str, life_started_ns: int, permit: Permit | None, left_behind: bool
+) -> Mark:
     """The mark after all ranks restored `at`, in the life of `run` that begins at `life_started_ns`.
 
-    A permit that allowed it is used up.
+    `permit` allowed it and is used up. `left_behind`: the listing holds something committed beyond `at`.
     """
-    if mark is None:
-        return Mark(at=at)
-    turns, used = mark.turns, mark.used
+    turns, used = (mark.turns, mark.used) if mark is not None else ((), ())
     if permit is not None:
         turns = tuple(turn for turn in turns if not is_dead(at, [turn]))  # back to what was left behind before
         used = (*used, permit.nonce)
-    if at.step < mark.at.step or (permit is not None and at.digest != mark.at.digest):
+    if left_behind or permit is not None or (mark is not None and at.step < mark.at.step):
         turns = _with_turn(turns, Turn(run=run, life_started_ns=life_started_ns, restored_step=at.step))
     return Mark(at=at, turns=turns, used=used)
 
