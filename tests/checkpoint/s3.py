@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 import pytest
 
+from keepstep.checkpoint.storage import objectclient
 from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root
 
 Fault = Literal["slow", "broken", "cut", "lost", "flip", "kill"]
@@ -279,6 +280,7 @@ def moto_server() -> Iterator[MotoServer]:
 def s3(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """A bucket and its front; the environment has credentials that work."""
     set_credentials(monkeypatch)
+    monkeypatch.setattr(objectclient, "BACKOFF_S", (0.01, 0.1))
     bucket = S3(moto_server)
     yield bucket
     bucket.close()

@@ -336,7 +336,6 @@ class TestBuffers:
             assert ask(sock, {"op": "get", "key": "k"})["ok"]
 
 
-
 class TestMemory:
     NAME = "job7-step-00000005-c0002-a0000"
 

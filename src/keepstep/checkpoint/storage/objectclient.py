@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 MAX_PARTS = 10_000  # S3's limit for one upload
+BACKOFF_S = (0.1, 5.0)
+"""Pause before a request is repeated: from the first to the second, doubling, drawn at random below that."""
 
-_BACKOFF_S = (0.1, 5.0)
 _ERROR_XML = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?", re.DOTALL)
 _jitter = random.SystemRandom()  # the script's own generator is not touched, and forked ranks must not wait in step
 _STATUS = re.compile(r"status code: (?P<text>(?P<code>[0-9]{3})[A-Za-z ]*)")
@@ -129,7 +130,7 @@ def create(
         except StorageError as error:
             if time.monotonic() >= end_s or not _may_pass(error.__cause__):
                 raise
-        time.sleep(_jitter.uniform(0, min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(number, 16))))
+        time.sleep(_jitter.uniform(0, min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** min(number, 16))))
         number += 1
 
 
@@ -221,7 +222,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
         "user_agent": "keepstep",
     }
     retry: RetryConfig = {
-        "backoff": {"init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1])},
+        "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S[0]), "max_backoff": timedelta(seconds=BACKOFF_S[1])},
         "max_retries": 1000 if repeat else 0,  # time is what ends it
         "retry_timeout": timedelta(seconds=options.retry_for_s),
     }
