@@ -186,6 +186,27 @@ def test_failure_that_does_not_pass_ends_in_bounded_time(s3: S3) -> None:
     assert root.files(folder) == {} and root.marker(folder) is None
 
 
+def test_write_of_another_that_is_under_way_is_no_commit_of_another(s3: S3) -> None:
+    root = s3.root()
+    folder = root.make_folder(NAME)
+    begun = len(s3.of("PUT"))
+    s3.policy = lambda method, key, number: "conflict" if method == "PUT" and number < begun + 2 else None
+    root.publish(folder, MARKER_SIGNED, b"mine")
+    assert [request.status for request in s3.of("PUT")[begun:]] == [409, 409, 200]
+
+
+def test_store_that_never_answers_is_given_up(s3: S3) -> None:
+    root = s3.root(request_timeout_s=0.3, retry_for_s=0.3)
+    folder = root.make_folder(NAME)
+    s3.policy = lambda method, key, number: "stall"
+    begun_s = time.monotonic()
+    with pytest.raises(StorageError, match=rf"cannot write s3://.*/{FILE}: no answer"):
+        root.put_file(folder, FILE, [b"x"])
+    with pytest.raises(StorageError, match=r"cannot read s3://.*: no answer"):
+        root.marker(folder)
+    assert time.monotonic() - begun_s < 10.0
+
+
 def test_byte_flipped_on_the_way_up_is_refused_by_the_store(s3: S3) -> None:
     root = s3.root()
     folder = root.make_folder(NAME)
