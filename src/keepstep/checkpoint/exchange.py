@@ -22,7 +22,7 @@ class KeptSet(msgspec.Struct, frozen=True, kw_only=True):
     copied: int = 0
     """Files that are in the memory of two nodes or more."""
     facts: dict[str, Any] = {}
-    """What the facts of all its files say alike."""
+    """What the facts of its files say alike, as far as the first of them were looked at."""
 
 
 class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +62,12 @@ class Exchange(Protocol):
 
     def set(self, key: str, value: Any) -> None:
         """Set `key`."""
+
+    def get(self, key: str) -> Any:
+        """The value of `key`; no JSON value when it was never set."""
+
+    def cas(self, key: str, value: Any) -> Any:
+        """Set `key` unless it is set; return the value that now holds."""
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
         """Values of `keys` once all are set."""

@@ -51,8 +51,15 @@ ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
 ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
 ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+ENV_MEMORY_TIER = "KEEPSTEP_MEMORY_TIER"
+"""What the launcher keeps in memory of checkpoints: off, node or peer."""
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
+ENV_FLEET_PRIOR = "KEEPSTEP_FLEET_PRIOR"
+"""What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record or its
+file."""
+ENV_POWER_RAMP_S = "KEEPSTEP_POWER_RAMP_S"
+"""Seconds over which the first steps of a cycle come to full speed; unset or 0: at once."""
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ in sums, or one checkpoint's files in pages.
 from __future__ import annotations
 
 import bisect
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ PAGE_BYTES = 512 << 10
 MAX_IMAGES = 4096
 """Of one node; what it tells beyond is not listed."""
 SHOWN_HOLDERS = 8
+COMPARED = 64
+"""All of them would be 16,384, again after every change, while all nodes ask."""
 COPY_BYTES = 512 << 10
 """Of one CopyImages message, far more than a node's ranks write of one checkpoint; what does not fit is not copied."""
 RECENT_MARKS = 400
@@ -98,7 +101,7 @@ class Holdings:
     def newest(self) -> list[msgspec.Raw]:
         """The newest checkpoints that are held, newest first: [{checkpoint, files, size_bytes, copied, facts}].
 
-        `copied`: files that two nodes or more hold. `facts`: what the facts of all its files say alike.
+        `copied`: files that two nodes or more hold. `facts`: what its files say alike, as far as the first COMPARED of them go.
         """
         newest = sorted(self._sets.values(), key=lambda s: s.name, reverse=True)
         return [self._summary(s) for s in newest[:SHOWN_SETS]]
@@ -106,7 +109,7 @@ class Holdings:
     def _summary(self, one: _Set) -> msgspec.Raw:
         if one.summary is None:
             common: dict[str, Any] | None = None
-            for held in one.files.values():
+            for held in itertools.islice(one.files.values(), COMPARED):
                 facts = msgspec.json.decode(next(iter(held.values())).facts)
                 common = facts if common is None else {k: v for k, v in common.items() if k in facts and facts[k] == v}
                 if not common:
@@ -143,7 +146,7 @@ class Holdings:
         return {"files": files, "more": False}
 
     def locate(self, job: Job, asking: str, checkpoint: str, file: str) -> dict[str, Any]:
-        """Who holds an image: {image, holders: [[node, address]]}; without `image` when nobody does who could send it."""
+        """Who holds an image: {size_bytes, facts, holders: [[node, address]]}; no holders: nobody does who could send it."""
         one = self._sets.get(checkpoint)
         held = one.files.get(file, {}) if one is not None else {}
         holders = [n for n in held if n != asking and n in job.nodes]
@@ -151,7 +154,9 @@ class Holdings:
             return {"holders": []}
         # At random: of an image that all nodes want soon many hold one.
         chosen = random.sample(holders, min(SHOWN_HOLDERS, len(holders)))
-        return {"image": held[chosen[0]], "holders": [[n, self._address(job, n)] for n in chosen]}
+        image = held[chosen[0]]
+        holders = [[n, self._address(job, n)] for n in chosen]
+        return {"size_bytes": image.size_bytes, "facts": image.facts, "holders": holders}
 
     def _address(self, job: Job, node: str) -> str:
         address = self._nodes[node].address

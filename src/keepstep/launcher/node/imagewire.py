@@ -32,6 +32,8 @@ GET, FOUND, DAMAGED = range(16, 19)
 CONNECT_S = 5.0
 IO_S = 30.0
 """How long any one read or write may take; a peer that does nothing for so long is given up."""
+PIECE_BYTES = 1 << 18
+"""Encrypted at a time."""
 SCAVENGER_TOS = 0x20
 """Class selector 1 (RFC 2474, RFC 3662): switches that know of classes let everything else go first."""
 
@@ -83,11 +85,14 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def _fill(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        got = sock.recv_into(view)
+    at = 0
+    while at < len(view):
+        # Released at once: a view that an error's traceback still held would keep the mapping from being closed.
+        with view[at:] as rest:
+            got = sock.recv_into(rest)
         if not got:
             raise PullError("the connection ended early")
-        view = view[got:]
+        at += got
 
 
 def blocks_of(view: memoryview) -> Iterator[memoryview]:
@@ -204,7 +209,5 @@ def send_bytes(sock: socket.socket, fd: int, size_bytes: int) -> None:
         with open(os.dup(fd), "rb", buffering=0) as file:
             sock.sendfile(file, 0, size_bytes)
         return
-    with mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-        for begin in range(0, size_bytes, 1 << 18):
-            with view[begin : begin + (1 << 18)] as piece:
-                sock.sendall(piece)
+    for begin in range(0, size_bytes, PIECE_BYTES):
+        sock.sendall(os.pread(fd, min(PIECE_BYTES, size_bytes - begin), begin))

@@ -193,7 +193,7 @@ class MemoryTier:
         found = await self._owner.send(lambda i: m.Locate(id=i, checkpoint=key[0], file=key[1]))
         if not found["holders"]:
             return
-        image = _image(msgspec.convert(found["image"], m.HeldImage))
+        image = checked_image(*key, found["size_bytes"], found["facts"], copy=True)
         problems = []
         for node, address in found["holders"]:
             try:
