@@ -155,7 +155,7 @@ def test_permission_is_asked_before_every_try(s3: S3) -> None:
     assert len(asked) == 3 and root.marker(folder) is None
 
 
-@pytest.mark.parametrize("fault", ["slow", "broken", "cut", "lost"])
+@pytest.mark.parametrize("fault", ["slow", pytest.param("broken", marks=pytest.mark.slow), "cut", "lost"])
 def test_passing_failures_are_ridden_out(s3: S3, fault: Any) -> None:
     s3.policy = first(2, fault, "PUT", "GET", "HEAD")
     root = s3.root()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.checkpoint.support import flip_bit, run_ranks, save_steps
 
@@ -294,6 +294,7 @@ class Bytes:
         self.closed = True
 
 
+@settings(max_examples=50)
 @given(
     size=st.integers(0, 3000),
     chunk=st.integers(1, 900),
