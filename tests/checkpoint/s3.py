@@ -24,11 +24,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 import pytest
 
+from keepstep.checkpoint.storage import objectclient
 from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root
 
-Fault = Literal["slow", "broken", "cut", "lost", "flip", "kill"]
-"""503 SlowDown; 500; the connection is cut before, or after the server did as asked; a bit is flipped on the way; the server
-dies half-way through the body."""
+Fault = Literal["slow", "broken", "conflict", "cut", "lost", "flip", "stall", "kill"]
+"""503 SlowDown; 500; 409 because of another write under way; the connection is cut before, or after the server did as asked; a
+bit is flipped on the way; no answer before the front is closed; the server dies half-way through the body."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return self.method in ("PUT", "POST")
 
 
+Answer = tuple[int, list[tuple[str, str]], bytes]  # status, headers, body
 Policy = Callable[[str, str, int], Fault | None]
 """What happens to a request: (method, key, how many requests with this method came before) -> a fault or None."""
 
@@ -106,6 +108,7 @@ class S3:
         self.requests: list[Request] = []
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
+        self._closing = threading.Event()
         front = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -168,6 +171,7 @@ class S3:
 
     def close(self) -> None:
         """Stop the front."""
+        self._closing.set()
         self._listener.shutdown()
         self._listener.server_close()
         self._thread.join()
@@ -182,46 +186,51 @@ class S3:
         with self._lock:
             number = self._counts.get(handler.command, 0)
             self._counts[handler.command] = number + 1
-        fault = self.policy(handler.command, key, number)
-        status = self._carry_out(handler, body, fault)
+        answer = self._answer(handler, body, self.policy(handler.command, key, number))
         request = Request(
             method=handler.command,
             key=key,
             query=parse_qs(url.query, keep_blank_values=True),
             headers={name.lower(): value for name, value in handler.headers.items()},
             size_bytes=len(body),
-            status=status,
+            status=0 if answer is None else answer[0],
         )
         with self._lock:
             self.requests.append(request)
+        if answer is None:
+            handler.close_connection = True
+        else:
+            self._send(handler, *answer)
 
-    def _carry_out(self, handler: BaseHTTPRequestHandler, body: bytes, fault: Fault | None) -> int:
+    def _answer(self, handler: BaseHTTPRequestHandler, body: bytes, fault: Fault | None) -> Answer | None:
+        """What the client gets; None cuts the connection."""
         copies = "x-amz-copy-source" in handler.headers
         if copies or (handler.command == "DELETE" and not self.may_delete) or "delete" in urlsplit(handler.path).query:
-            return self._answer(handler, 403, "AccessDenied", "this identity may put, get and list")
+            return _error(403, "AccessDenied", "this identity may put, get and list")
         if fault == "slow":
-            return self._answer(handler, 503, "SlowDown", "Please reduce your request rate.")
+            return _error(503, "SlowDown", "Please reduce your request rate.")
         if fault == "broken":
-            return self._answer(handler, 500, "InternalError", "We encountered an internal error.")
+            return _error(500, "InternalError", "We encountered an internal error.")
+        if fault == "conflict":
+            return _error(409, "ConditionalRequestConflict", "Please retry.")
+        if fault == "stall":
+            self._closing.wait(60)
         if fault == "kill":
             self._kill_midway(handler, body)
-        if fault in ("cut", "kill"):
-            return self._cut(handler)
+        if fault in ("cut", "kill", "stall"):
+            return None
         if fault == "flip":
             body = bytes([body[0] ^ 1]) + body[1:]
         wanted = handler.headers.get("x-amz-checksum-sha256")
         if wanted is not None and base64.b64encode(hashlib.sha256(body).digest()).decode() != wanted:
-            return self._answer(handler, 400, "BadDigest", "The SHA256 you specified did not match what we received.")
+            return _error(400, "BadDigest", "The SHA256 you specified did not match what we received.")
         try:
-            status, headers, data = self._forward(handler, body)
+            answer = self._forward(handler, body)
         except OSError:
-            return self._cut(handler)  # the server is dead
-        if fault == "lost":
-            return self._cut(handler)
-        self._send(handler, status, headers, data)
-        return status
+            return None  # the server is dead
+        return None if fault == "lost" else answer
 
-    def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> Answer:
         connection = http.client.HTTPConnection(self.server.address, timeout=30)
         try:
             connection.request(handler.command, handler.path, body, dict(handler.headers.items()))
@@ -240,11 +249,6 @@ class S3:
             connection.send(body[: len(body) // 2])
         self.server.kill()
 
-    def _answer(self, handler: BaseHTTPRequestHandler, status: int, code: str, message: str) -> int:
-        data = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-        self._send(handler, status, [("content-type", "application/xml")], data)
-        return status
-
     def _send(self, handler: BaseHTTPRequestHandler, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
         head = handler.command == "HEAD"
         length = next((value for name, value in headers if head and name.lower() == "content-length"), str(len(data)))
@@ -257,9 +261,10 @@ class S3:
         if not head:
             handler.wfile.write(data)
 
-    def _cut(self, handler: BaseHTTPRequestHandler) -> int:
-        handler.close_connection = True
-        return 0
+
+def _error(status: int, code: str, message: str) -> Answer:
+    data = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    return status, [("content-type", "application/xml")], data
 
 
 def first(count: int, fault: Fault, *methods: str) -> Policy:
@@ -279,6 +284,7 @@ def moto_server() -> Iterator[MotoServer]:
 def s3(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """A bucket and its front; the environment has credentials that work."""
     set_credentials(monkeypatch)
+    monkeypatch.setattr(objectclient, "BACKOFF_S", (0.01, 0.1))
     bucket = S3(moto_server)
     yield bucket
     bucket.close()

@@ -17,7 +17,7 @@ from tests.checkpoint.support import run_ranks
 from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKER_UNSIGNED, FolderName, rank_file_name
 from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, quarantined, write_quarantine
-from keepstep.checkpoint.restore.verify import check_files, read_manifest, read_verified, verify_checkpoint
+from keepstep.checkpoint.restore.verify import check_file, check_files, read_manifest, verify_checkpoint
 from keepstep.checkpoint.save.commit import writer_facts
 from keepstep.checkpoint.storage import objects
 from keepstep.checkpoint.storage.objects import CLAIMS, data_key, data_prefix
@@ -54,8 +54,7 @@ def test_what_was_written_is_what_is_read(s3: S3) -> None:
     check_files(root, folder, manifest)
     (entry,) = list_checkpoints(root, trusted_key=trusted_public_key())
     assert entry.candidate and entry.manifest == manifest
-    files = {file.name: file for file in manifest.files}
-    assert bytes(read_verified(root, folder, files[FILE])) == noise(3000)
+    check_file(root, folder, next(file for file in manifest.files if file.name == INDEX_NAME))
     opened = root.open(folder, FILE)
     part = bytearray(50)
     opened.read_into(memoryview(part), 77)
@@ -155,7 +154,7 @@ def test_permission_is_asked_before_every_try(s3: S3) -> None:
     assert len(asked) == 3 and root.marker(folder) is None
 
 
-@pytest.mark.parametrize("fault", ["slow", "broken", "cut", "lost"])
+@pytest.mark.parametrize("fault", ["slow", pytest.param("broken", marks=pytest.mark.slow), "cut", "lost"])
 def test_passing_failures_are_ridden_out(s3: S3, fault: Any) -> None:
     s3.policy = first(2, fault, "PUT", "GET", "HEAD")
     root = s3.root()
@@ -184,6 +183,27 @@ def test_failure_that_does_not_pass_ends_in_bounded_time(s3: S3) -> None:
     assert time.monotonic() - begun_s < 10.0
     s3.policy = lambda method, key, number: None
     assert root.files(folder) == {} and root.marker(folder) is None
+
+
+def test_write_of_another_that_is_under_way_is_no_commit_of_another(s3: S3) -> None:
+    root = s3.root()
+    folder = root.make_folder(NAME)
+    begun = len(s3.of("PUT"))
+    s3.policy = lambda method, key, number: "conflict" if method == "PUT" and number < begun + 2 else None
+    root.publish(folder, MARKER_SIGNED, b"mine")
+    assert [request.status for request in s3.of("PUT")[begun:]] == [409, 409, 200]
+
+
+def test_store_that_never_answers_is_given_up(s3: S3) -> None:
+    root = s3.root(request_timeout_s=0.3, retry_for_s=0.3)
+    folder = root.make_folder(NAME)
+    s3.policy = lambda method, key, number: "stall"
+    begun_s = time.monotonic()
+    with pytest.raises(StorageError, match=rf"cannot write s3://.*/{FILE}: no answer"):
+        root.put_file(folder, FILE, [b"x"])
+    with pytest.raises(StorageError, match=r"cannot read s3://.*: no answer"):
+        root.marker(folder)
+    assert time.monotonic() - begun_s < 10.0
 
 
 def test_byte_flipped_on_the_way_up_is_refused_by_the_store(s3: S3) -> None:

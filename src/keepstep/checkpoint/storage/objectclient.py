@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 MAX_PARTS = 10_000  # S3's limit for one upload
+BACKOFF_S = (0.1, 5.0)
+"""Pause before a request is repeated: from the first to the second, doubling, drawn at random below that."""
 
-_BACKOFF_S = (0.1, 5.0)
 _ERROR_XML = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?", re.DOTALL)
 _jitter = random.SystemRandom()  # the script's own generator is not touched, and forked ranks must not wait in step
 _STATUS = re.compile(r"status code: (?P<text>(?P<code>[0-9]{3})[A-Za-z ]*)")
+_ROLE_ADDRESS = "http://169.254.169.254/"  # where the client asks for a machine's role when the environment has no keys
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -125,11 +127,14 @@ def create(
                     obstore.put(client.once, key, payload, mode="create", use_multipart=False)
                     return True
                 except AlreadyExistsError:
-                    return holds(client, key, views)
+                    # Also the answer while another write of the key is under way; then nothing is there yet.
+                    if size_of(client, key) is not None:
+                        return holds(client, key, views)
+                    raise
         except StorageError as error:
             if time.monotonic() >= end_s or not _may_pass(error.__cause__):
                 raise
-        time.sleep(_jitter.uniform(0, min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(number, 16))))
+        time.sleep(_jitter.uniform(0, min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** min(number, 16))))
         number += 1
 
 
@@ -221,7 +226,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
         "user_agent": "keepstep",
     }
     retry: RetryConfig = {
-        "backoff": {"init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1])},
+        "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S[0]), "max_backoff": timedelta(seconds=BACKOFF_S[1])},
         "max_retries": 1000 if repeat else 0,  # time is what ends it
         "retry_timeout": timedelta(seconds=options.retry_for_s),
     }
@@ -245,6 +250,8 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
 def _reason(error: BaseException, action: str) -> str:
     """The store's own words, in one line."""
     text = str(error)
+    if _ROLE_ADDRESS in text:
+        return "no credentials: none in the environment, and this machine gives none for a role"
     match = _ERROR_XML.search(text)
     status = _STATUS.search(text)
     if match is not None:
@@ -260,8 +267,8 @@ def _reason(error: BaseException, action: str) -> str:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """True for errors that another try may not meet: no answer, a cut connection, a server's own failure."""
-    if type(error).__name__ != "GenericError":
+    """True for errors that another try may not meet: no answer, a cut connection, a server's own failure, a conflict."""
+    if type(error).__name__ not in ("GenericError", "AlreadyExistsError"):
         return False
     status = _STATUS.search(str(error))
     return status is None or status["code"][0] == "5" or status["code"] in ("408", "409", "429")
