@@ -157,6 +157,12 @@ OWN_JOB_FLAGS: list[Decorator[Any]] = [
         show_default=True,
         help="Test the nodes' bandwidth before the first cycle, after nodes changed, or both.",
     ),
+    _flag(
+        "--memory-tier",
+        type=click.Choice(["off", "node", "peer"]),
+        default=None,
+        help="Checkpoints in memory: none, this node's, or also a copy on another [default: peer with several nodes].",
+    ),
     _flag("--topology", default=None, metavar="FILE", help="Levels (block, leaf, NVLink domain) of all nodes."),
     _flag("--token-file", default=None, metavar="FILE", help="Job token [default: $KEEPSTEP_JOB_TOKEN]."),
     _flag(
@@ -257,6 +263,19 @@ OWN_NODE_FLAGS: list[Decorator[Any]] = [
         default=1,
         show_default=True,
         help="Level of `keepstep check node` before this node may join; 0: none.",
+    ),
+    _flag(
+        "--failure-prior",
+        default=None,
+        metavar="FILE|RATE",
+        help="Failures per 1000 node-days (or a record of them) to set the checkpoint interval by.",
+    ),
+    _flag(
+        "--power-ramp",
+        type=SECONDS,
+        default=0.0,
+        show_default=True,
+        help="The first steps of a cycle come to full speed over so many s; 0: at once.",
     ),
     _flag("--inject", multiple=True, metavar="SPEC", help="KIND@KEY=VALUE,...: cause a real fault."),
     _flag("--node-name", default=None, help="Name of this node [default: host name]."),

@@ -72,6 +72,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     gang_check: str = "off"
     """When the nodes' all-reduce bandwidth is tested in a cycle of its own: "off", "first" (before the first cycle), "swap" (after
     nodes changed) or "always" (both)."""
+    memory_tier: str = "node"
+    """What memory keeps of checkpoints: "off", "node" (what ranks keep survives them), "peer" (another node copies it as well)."""
     node_rank: int | None = None
     """Place of this node in rank order when all nodes give one and nothing is known of the topology; None: not given."""
     is_host: bool | None = None
@@ -86,6 +88,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bound for collecting stacks and pages before ranks are stopped."""
     preload: list[str] = []
     zygote: bool = True
+    failure_prior: str | None = None
+    """What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record as
+    JSON."""
+    power_ramp_s: float = 0.0
+    """Seconds over which the first steps of a cycle come to full speed; 0: at once."""
     inject: list[Injection] = []
     tee: str = "0"
     redirects: str = "0"

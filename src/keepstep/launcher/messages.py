@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from keepstep.records.cycle import FailureHistory
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -178,9 +180,71 @@ class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
     """Ask for the rank map of the current cycle: {node_spans, spare_nodes, scatter}."""
 
 
+class HeldImage(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """One file of a checkpoint in a node's memory. `facts` is for ranks; `copy`: it was written on another node."""
+
+    checkpoint: str
+    file: str
+    size_bytes: int
+    facts: msgspec.Raw
+    copy: bool = False
+
+
+class KeepNote(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="keep_note"):
+    """What this node's memory holds of checkpoints changed. Not journaled: after a reconnect the agent tells all of it again."""
+
+    whole: bool = False
+    """What was known of this node before is out of date."""
+    address: str = ""
+    """Where its images can be had: unix:PATH, or :PORT at the address under which others reach it."""
+    added: list[HeldImage] = []
+    removed: list[tuple[str, str]] = []
+    """(checkpoint, file) each."""
+
+
+class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_kept"):
+    """What do the job's nodes hold in memory? Answered with {sets}, the newest checkpoints; with `checkpoint`: {files, more}.
+
+    A page of files begins after the name `after`. See coordination/holdings.py for the fields.
+    """
+
+    checkpoint: str = ""
+    after: str = ""
+
+
+class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them, in random order; or none."""
+
+    checkpoint: str
+    file: str
+
+
+class HighWater(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The newest committed checkpoint of a root: `digest` is its manifest's."""
+
+    step: int
+    cycle: int
+    digest: str
+
+
+class MarkGet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_get"):
+    """The high-water mark of a checkpoint root: {mark: HighWater or null}."""
+
+    root_id: str
+
+
+class MarkSet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_set"):
+    """Raise it; journaled before the answer. A lower step is refused unless `rebase` says why it may go back."""
+
+    root_id: str
+    mark: HighWater
+    rebase: str = ""
+
+
 FromAgent = (
     Hello | Started | Fault | Stopped | Note | KvSet | KvGet | KvWait | Grant
     | StopRequest | WorkloadRequest | Operator | Beat | GetCycle
+    | KeepNote | GetKept | Locate | MarkGet | MarkSet
 )  # fmt: skip
 
 
@@ -235,6 +299,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     agent_store: bool
     probe: bool = False
     """Run the gang check (launcher/health/gangcheck.py) instead of the script."""
+    history: FailureHistory | None = None
+    """How often the run was interrupted before this cycle."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 
@@ -260,6 +326,14 @@ class AskStop(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True,
     signum: int
 
 
+class CopyImages(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="copy_images"):
+    """Hold copies of these images of another node, all of one checkpoint; a later one of these replaces what was not begun."""
+
+    node: str
+    address: str
+    images: list[HeldImage]
+
+
 class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     """The job is over; the verdict file is durable. Exit with this code."""
 
@@ -271,4 +345,4 @@ class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     first_failing_rank: int | None = None
 
 
-FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | End
+FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | CopyImages | End

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
@@ -40,7 +40,23 @@ RECOVERY_TIMES = {
 """Names of recovery times after the marks they are taken from; a fault adds "fault" and "detected"."""
 
 RestoredFrom = Literal["shm", "peer", "disk", "object", "none"]
+"""Memory of the node, memory of another node, a file system, an object store, or nothing."""
+DURABLE = frozenset({"disk", "object"})
+"""Those that outlive the job's nodes."""
 Recovery = Literal["in_process", "respawn", "spare", "checkpoint"]
+
+
+class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a run was interrupted (`keepstep.goodput.history`), over how much node time, since when (RFC 3339)."""
+
+    failures: int
+    node_s: float
+    since: str
+
+
+def restored_from(source: object) -> RestoredFrom:
+    """The `source` of a `restored` mark, as records name it; "none" for anything that is no tier."""
+    return cast(RestoredFrom, source) if source in get_args(RestoredFrom) else "none"
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +116,8 @@ class Cycle(msgspec.Struct, frozen=True, kw_only=True):
     node_notes: dict[str, dict[str, Any]] = {}
     """What a node has to say of its part: GPU memory that was waited for, output that was lost."""
     counted: bool = False
+    history: FailureHistory | None = None
+    """Of the whole run up to the begin of this cycle; None in its first one."""
     master_addr: str | None = None
     master_port: int | None = None
 

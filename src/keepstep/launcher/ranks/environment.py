@@ -59,6 +59,10 @@ def cycle_environment(
     env |= {name: value for name, value in NCCL_DEFAULTS.items() if _setter(name) is None}
     if config.fresh_start:
         env[frames.ENV_FRESH_START] = "1"
+    if config.failure_prior is not None:
+        env[frames.ENV_FLEET_PRIOR] = config.failure_prior
+    if config.power_ramp_s:
+        env[frames.ENV_POWER_RAMP_S] = f"{config.power_ramp_s:g}"
     if command is None:
         return env
     rank = command.first_rank + local_rank
@@ -81,6 +85,7 @@ def cycle_environment(
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         frames.ENV_ATTEMPT: str(command.attempt),
         frames.ENV_CYCLE: str(command.cycle),
+        frames.ENV_MEMORY_TIER: config.memory_tier,
         frames.ENV_PREEMPT_NOTICE_S: f"{stop_notice_s(config):g}",
         frames.ENV_CYCLE_INFO: str(cycle_info),
         "NVRX_CURRENT_CYCLE_INFO": str(cycle_info),
