@@ -62,12 +62,10 @@ def test_ls_says_the_state_of_each_and_marks_what_a_restore_would_take(root: Pat
     )
     write_quarantine(place, quarantine)
     save_steps(root, [311], world_size=2, cycle=2)  # from 320: nothing before it is abandoned
-    place.put_record(
-        pins.RECORD_KIND, folder(root, 100), b'{"checkpoint": "x", "step": 1, "reason": "paper", "by": "", "time": ""}'
-    )
-    place.put_record(
-        "tiers", folder(root, 200), b'{"checkpoint": "x", "reached": [{"tier": "shm", "time": "2026-01-01T00:00:00Z"}]}'
-    )
+    pins.write_pin(place, pins.PinRecord(checkpoint=folder(root, 100), step=100, reason="paper", by="", time=""))
+    reached = [{"tier": "shm", "time": "2026-01-01T00:00:00Z"}]
+    place.delete_record("tiers", folder(root, 200))
+    place.put_record("tiers", folder(root, 200), json.dumps({"checkpoint": "x", "reached": reached}).encode())
     manifest = root / folder(root, 310) / "manifest.sigstore.json"
     flip_bit(manifest, 300)
     found = {record["step"]: record for record in records("ls", root)}
