@@ -26,6 +26,7 @@ from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
 from keepstep.checkpoint.trust.keys import signing_key
+from keepstep.checkpoint.trust.manifest import plain_metrics
 from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
@@ -417,7 +418,7 @@ class Checkpointer:
             begun_ns=begun_ns,
             durable=durable,
             memory=memory,
-            metrics=metrics,
+            metrics=plain_metrics(metrics),
         )
 
     def _forget(self, slot: Slot, memory: MemorySet) -> None:
