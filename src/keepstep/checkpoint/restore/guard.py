@@ -6,6 +6,7 @@ counts, so that rank 0 may move to another host.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 
@@ -119,7 +120,8 @@ class Guard:
             committed=own is not None and own.committed and not own.tombstoned,
             digest=own.manifest.digest if own is not None and own.manifest is not None else None,
             quarantined=own is not None and own.quarantined,
-            rejected=mark.at.checkpoint in rejected,
+            # A marker of somebody else in the place of the one that is known is a forgery, and so is damage.
+            rejected=mark.at.checkpoint in rejected or (own is not None and self._is_forged(own, mark)),
             distrusted=own is not None and own.distrust is not None,
             abandoned=own is not None and own.abandoned_by is not None,
         )
@@ -129,6 +131,12 @@ class Guard:
             command = how_to_allow(self._root.where, candidate, mark)
             return msgspec.structs.replace(ruling, reason=f"{ruling.reason}. To go back on purpose: {command}")
         return ruling
+
+    def _is_forged(self, entry: Listed, mark: Mark) -> bool:
+        if entry.distrust is None:
+            return False
+        marker = self._root.marker(entry.name.text)
+        return marker is None or hashlib.sha256(marker[1]).hexdigest() != mark.at.digest
 
     def refused(self, checkpoint: str) -> None:
         """`checkpoint` was found damaged; to be called before its quarantine record is written."""
