@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.images import Image, check_written, image_of
 
+from keepstep.checkpoint.save import writerclient
 from keepstep.checkpoint.save.sealing import Sealed
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
@@ -378,3 +379,18 @@ def test_process_that_cannot_be_started(client: WriterClient, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(StorageError, match=r"writer process [0-9]+ ended with exit code 1 during warm"):
         client.ready(20)
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x03???"])
+def test_process_that_talks_nonsense_is_replaced(
+    client: WriterClient, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    program = (
+        f"import socket, sys; s = socket.socket(fileno=int(sys.argv[2])); s.sendall({answer!r}); s.recv(9); s.recv(9)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(writerclient, "_BOOT", program)
+        with pytest.raises(StorageError, match="answered warm with nonsense"):
+            client.ready(20)
+    client.ready(20)
+    assert client.respawned == 1

@@ -187,10 +187,15 @@ class _Child:
 
         Returns how it ended, or None when it cannot be killed at present (blocked in the kernel).
         """
-        self._sock.close()
         if os.getpid() != self.owner:  # a fork of the rank: the process is not its child
+            self._sock.close()
             os.close(self._pidfd)
             return ""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(
+                socket.SHUT_RDWR
+            )  # forks of the rank hold the socket too: a close alone may not be seen
+        self._sock.close()
         deadline = time.monotonic() + _KILL_WAIT_S
         if kill or not self._wait_for(self._pidfd, select.POLLIN, deadline, death=False):
             with contextlib.suppress(ProcessLookupError):
