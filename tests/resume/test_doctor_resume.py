@@ -71,11 +71,11 @@ def test_a_correct_script_is_the_same(check: Check) -> None:
     ("mistake", "kind", "key"),
     [
         ("sched", "not_saved", "sched/"),
-        ("scaler", "not_saved", "scaler/"),
-        ("ema", "not_saved", "ema/"),
-        ("loader", "not_saved", "loader/position"),
         ("plain-loader", "variable", "loader.position"),
-        ("rng", "saved", "rng/torch"),
+        pytest.param("scaler", "not_saved", "scaler/", marks=pytest.mark.slow),
+        pytest.param("ema", "not_saved", "ema/", marks=pytest.mark.slow),
+        pytest.param("loader", "not_saved", "loader/position", marks=pytest.mark.slow),
+        pytest.param("rng", "saved", "rng/torch", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_forgotten_is_named(check: Check, mistake: str, kind: str, key: str) -> None:
@@ -93,6 +93,7 @@ def test_what_is_forgotten_is_named(check: Check, mistake: str, kind: str, key: 
         assert (report.first.expected, report.first.max_abs_diff) == (str(gap + 4), gap)
 
 
+@pytest.mark.slow
 def test_data_that_nobody_can_see_shows_in_the_weights(check: Check) -> None:
     report = check("stream", steps=7)
     assert report.outcome == "diverged" and report.first is not None
@@ -100,16 +101,19 @@ def test_data_that_nobody_can_see_shows_in_the_weights(check: Check) -> None:
     assert "other data" in report.why
 
 
+@pytest.mark.slow
 def test_what_is_ignored_is_not_compared(check: Check) -> None:
     assert check("ema", steps=7, ignore=("ema",)).outcome == "same"
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_seeded_is_not_blamed_on_the_resume(check: Check) -> None:
     report = check("unseeded", steps=7)
     assert report.outcome == "nondeterministic" and report.differences == []
     assert "model/0.weight" in report.nondeterministic and "seed" in report.fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "text"), [("no-save", "saved nothing in 8 steps"), ("no-restore", "restore")])
 def test_a_script_that_cannot_be_checked(check: Check, mistake: str, text: str) -> None:
     with pytest.raises(KeepstepError, match=text):
