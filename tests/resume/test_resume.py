@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.launcher.doctor.resumestate import checkpoints_by_step, compare_states, read_state
 from tests.resume.lives import Chain, Server
 
 EVERYTHING = ["sched", "scaler", "window", "dropout", "norm", "ema", "critic"]
@@ -165,6 +166,11 @@ def test_fsdp(server: Server, tmp_path: Path) -> None:
     chain = Chain(server, tmp_path / "chain", **options).live(2, kill_at=5).live(2)
     assert chain.begins == [0, 3]
     check_same(whole, chain, 2)
+    # And so are the shards on disk, as `keepstep doctor resume` reads them.
+    states = [read_state(c.root, checkpoints_by_step(c.root)[9], tmp_path) for c in (whole, chain)]
+    assert (
+        compare_states(*states, 9) == [] and len({key.name for key in states[0] if key.name.startswith("model/")}) == 6
+    )
 
 
 # ---- another number of ranks
