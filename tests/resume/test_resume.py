@@ -167,10 +167,8 @@ def test_fsdp(server: Server, tmp_path: Path) -> None:
     assert chain.begins == [0, 3]
     check_same(whole, chain, 2)
     # And so are the shards on disk, as `keepstep doctor resume` reads them.
-    states = [read_state(c.root, checkpoints_by_step(c.root)[9], tmp_path) for c in (whole, chain)]
-    assert (
-        compare_states(*states, 9) == [] and len({key.name for key in states[0] if key.name.startswith("model/")}) == 6
-    )
+    one, two = (read_state(c.root, checkpoints_by_step(c.root)[9], tmp_path) for c in (whole, chain))
+    assert compare_states(one, two, 9) == [] and len({key.name for key in one if key.name.startswith("model/")}) == 6
 
 
 # ---- another number of ranks

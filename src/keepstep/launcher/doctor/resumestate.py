@@ -263,6 +263,8 @@ def _max_abs_diff(one: Leaf | None, two: Leaf | None) -> float | None:
         return None
     largest = 0.0
     for mine, other in zip(one.value, two.value, strict=True):
+        if mine.data != other.data and not numbers_of(mine):
+            return None
         for a, b in zip(numbers_of(mine), numbers_of(other), strict=True):
             if a != b:
                 gap = abs(a - b)
