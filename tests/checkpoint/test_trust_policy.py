@@ -30,7 +30,7 @@ from tests.checkpoint.authority import (
 )
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.envelope import MAX_CERTIFICATES, fingerprint
@@ -246,12 +246,12 @@ class TestIdentities:
 
 class TestAttacksOnAFolder:
     def committed(self, root: Path, signer: Signer | None) -> Path:
-        folder = make_folder(root, NAME)
+        folder = root / PosixRoot(root).make_folder(NAME)
         files = [write_file(folder / "a.bin", [b"weights"])]
         facts = writer_facts(
             NAME, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(folder, files, facts, signer)
+        commit(PosixRoot(root), folder.name, files, facts, signer)
         return folder
 
     def read(self, root: Path, policy: TrustPolicy) -> Any:

@@ -16,7 +16,7 @@ from keepstep.checkpoint.format.layout import MARKER_SIGNED, FolderName
 from keepstep.checkpoint.keeping.pins import read_pin
 from keepstep.checkpoint.restore.freshness import judge
 from keepstep.checkpoint.restore.lineage import list_checkpoints
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.keys import signing_key, trusted_public_key
@@ -50,13 +50,13 @@ def root(shell: Path) -> Path:
     path = shell / "ckpts"
     for step in (1, 2, 3):
         name = FolderName(step, 0, 1, 0, "job7")
-        made = make_folder(path, name)
+        made = path / PosixRoot(path).make_folder(name)
         files = [write_file(made / "a.bin", [b"%d" % step])]
         facts = writer_facts(
             name, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(made, files, facts, signing_key())
-    make_folder(path, FolderName(4, 0, 1, 0, "job7"))
+        commit(PosixRoot(path), made.name, files, facts, signing_key())
+    PosixRoot(path).make_folder(FolderName(4, 0, 1, 0, "job7"))
     return path
 
 
