@@ -251,9 +251,9 @@ class Machine(RuleBasedStateMachine):
         self.told.update((one.key, one) for one in added)
         held = {one.key: one for one in self.room.images.images()}
         assert self.told == held
-        for key in held:
+        for key, one in held.items():
             opened = self.room.images.open(*key)
-            assert opened is not None and opened[1] == held[key]
+            assert opened is not None and opened[1] == one
             os.close(opened[0])
 
     def teardown(self) -> None:
