@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import msgspec
 import torch
 
 from keepstep.checkpoint.restore.verify import VerifyReport, verify_checkpoint
+from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.trust.keys import trusted_public_key
+from keepstep.checkpoint.trust.marks import marks_folder
 from keepstep.records.errors import StorageError
 from keepstep.trainer.channel import Channel, MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
@@ -25,6 +28,7 @@ class Decision(msgspec.Struct, frozen=True):
     save: bool = False
     stop: bool = False
     why: str = ""
+    keep: bool = False
 
 
 class RecordingChannel(MemoryChannel):
@@ -60,6 +64,7 @@ class FakeRun:
         self.world_size = world_size
         self.channel = channel
         self.propose_save: Callable[[int], bool] | None = None
+        self.propose_keep: Callable[[int], bool] | None = None
         self.checkpointers: list[Any] = []
         self.decisions: dict[int, Decision] = {}
         self.restored: int | None = None
@@ -68,6 +73,9 @@ class FakeRun:
 
     def decision_at(self, step: int) -> Decision | None:
         return self.decisions.get(step)
+
+    def agree(self, key: str, value: Any) -> Any:
+        return self.channel.cas(key, value)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -151,7 +159,7 @@ def run_ranks(world_size: int, body: Callable[[int], Any], *, limit_s: float = 6
 
 def checkpointer(root: Path, state: dict[str, Any], run: FakeRun, **options: Any) -> Checkpointer:
     """A Checkpointer with short time limits."""
-    return Checkpointer(root, state, run=run, **{"timeout_s": 20.0, **options})
+    return Checkpointer(root, state, run=run, **{"timeout_s": 20.0, "writer": "thread", **options})
 
 
 def save_steps(root: Path, steps: list[int], *, world_size: int = 1, cycle: int = 0, **options: Any) -> list[Path]:
@@ -198,9 +206,14 @@ def restore_value(root: Path, *, world_size: int = 1, cycle: int = 1, **options:
     return run_ranks(world_size, body)
 
 
+def forget_marks() -> None:
+    """Make this installation forget which checkpoint of which root is the newest, as a new one would."""
+    shutil.rmtree(marks_folder(), ignore_errors=True)
+
+
 def report_of(folder: Path, **options: Any) -> VerifyReport:
     """Verification of `folder` against the local key."""
-    return verify_checkpoint(folder, trusted_key=trusted_public_key(), **options)
+    return verify_checkpoint(open_root(folder.parent), folder.name, trusted_key=trusted_public_key(), **options)
 
 
 def flip_bit(path: Path, offset: int) -> None:

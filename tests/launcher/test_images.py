@@ -251,9 +251,9 @@ class Machine(RuleBasedStateMachine):
         self.told.update((one.key, one) for one in added)
         held = {one.key: one for one in self.room.images.images()}
         assert self.told == held
-        for key, one in held.items():
+        for key, image in held.items():
             opened = self.room.images.open(*key)
-            assert opened is not None and opened[1] == one
+            assert opened is not None and opened[1] == image
             os.close(opened[0])
 
     def teardown(self) -> None:

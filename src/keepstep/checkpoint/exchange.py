@@ -46,11 +46,15 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HighWater(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest committed checkpoint of a root: `digest` is the SHA-256 of its manifest in hex."""
+    """The newest committed checkpoint of a root: `digest` is the SHA-256 of its manifest in hex.
+
+    `detail` is what else the rules of a restore remember (trust/rollback.py), as JSON; the launcher only keeps it.
+    """
 
     step: int
     cycle: int
     digest: str
+    detail: str = ""
 
 
 class NoStoreError(ChannelError):
@@ -62,6 +66,12 @@ class Exchange(Protocol):
 
     def set(self, key: str, value: Any) -> None:
         """Set `key`."""
+
+    def get(self, key: str) -> Any:
+        """The value of `key`; no JSON value when it was never set."""
+
+    def cas(self, key: str, value: Any) -> Any:
+        """Set `key` unless it is set; return the value that now holds."""
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
         """Values of `keys` once all are set."""

@@ -22,6 +22,7 @@ from keepstep.cli import ft_flags
 from keepstep.cli.config_file import where_in_file
 from keepstep.cli.output import note
 from keepstep.cli.rdzv_conf import parse_rdzv_conf
+from keepstep.cli.trust_flags import checked_options
 from keepstep.records.errors import ConfigError
 from keepstep.records.inject import parse_injection
 
@@ -52,6 +53,7 @@ SETTINGS: dict[str, str] = {
     "gpu_memory_poll_interval_s": "gpu_memory_poll_interval",
     "preempt_notice_s": "preempt_notice",
     "stop_grace_s": "stop_grace",
+    "power_ramp_s": "power_ramp",
     "zygote": "no_zygote",
     "signals": "signals_to_handle",
     "lease_s": "rdzv_conf",
@@ -100,6 +102,7 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
     mode = "exec" if flags["no_python"] else "module" if flags["module"] else "script"
     preload = list(DEFAULT_PRELOAD) if flags["preload"] is None else [m for m in flags["preload"].split(",") if m]
     _note_what_has_no_effect(ctx, flags)
+    trust = checked_options(flags)
     return RunConfig(
         **job,
         node=_node(ctx, flags, several=job["nnodes"] + job["spares"] > 1),
@@ -126,11 +129,20 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
         node_check=flags["node_check"],
         preload=preload,
         zygote=not flags["no_zygote"] and mode != "exec",
+        failure_prior=_failure_prior(flags["failure_prior"]),
+        power_ramp_s=flags["power_ramp"],
         inject=[parse_injection(spec) for spec in flags["inject"]],
         tee=_std(flags["tee"], "--tee"),
         redirects=_std(flags["redirects"], "--redirects"),
         log_dir=flags["log_dir"],
         local_ranks_filter=_ranks(flags["local_ranks_filter"]),
+        trust_key=list(trust.trust_key),
+        trust_identity=list(trust.trust_identity),
+        trust_issuer=list(trust.trust_issuer),
+        trust_root=list(trust.trust_root),
+        unsigned=trust.unsigned,
+        ckpt_signer=trust.ckpt_signer,
+        ckpt_signer_cert=trust.ckpt_signer_cert,
         fresh_start=flags["fresh_start"],
         virtual_local_rank=flags["virtual_local_rank"],
         signals=_signals(flags["signals_to_handle"]),
@@ -244,6 +256,18 @@ def _note_what_has_no_effect(ctx: click.Context, flags: dict[str, Any]) -> None:
             note(f"--{name.replace('_', '-')} has no effect here; {instead}")
     if flags["attribution_stop"] != "log":
         note("--attribution-stop has nothing to act on yet: attribution is not built; causes are in the evidence")
+
+
+def _failure_prior(text: str | None) -> str | None:
+    """--failure-prior as ranks get it: the number, or the record that the file holds. Raises ConfigError."""
+    if text is None:
+        return None
+    from keepstep.goodput.rates import parse_prior
+    from keepstep.trainer.cadence import prior_text
+
+    held = " ".join(prior_text(text, "--failure-prior").split())
+    parse_prior(held, "default", "--failure-prior")
+    return held
 
 
 def _run_id(flags: dict[str, Any], several: bool, standalone: bool) -> str:

@@ -88,11 +88,29 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bound for collecting stacks and pages before ranks are stopped."""
     preload: list[str] = []
     zygote: bool = True
+    failure_prior: str | None = None
+    """What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record as
+    JSON."""
+    power_ramp_s: float = 0.0
+    """Seconds over which the first steps of a cycle come to full speed; 0: at once."""
     inject: list[Injection] = []
     tee: str = "0"
     redirects: str = "0"
     log_dir: str | None = None
     local_ranks_filter: list[int] = []
+    trust_key: list[str] = []
+    """Files with the public keys whose checkpoints ranks restore; with nobody named here or below, this installation's key."""
+    trust_identity: list[str] = []
+    """Trusted certificate identities; the n-th is vouched for by the n-th of `trust_issuer`."""
+    trust_issuer: list[str] = []
+    trust_root: list[str] = []
+    """Files with the root certificates that chains of those identities end in."""
+    unsigned: bool = False
+    """Ranks write checkpoints without signature, and accept such."""
+    ckpt_signer: str | None = None
+    """Program that signs checkpoints (checkpoint/trust/signers.py); None: this installation's key."""
+    ckpt_signer_cert: str | None = None
+    """File with its public key or certificate chain."""
     fresh_start: bool = False
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from keepstep.records.cycle import FailureHistory
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -212,18 +214,19 @@ class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
-    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them at random; or {holders: []}."""
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them, in random order; or none."""
 
     checkpoint: str
     file: str
 
 
 class HighWater(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest committed checkpoint of a root: `digest` is its manifest's."""
+    """The newest committed checkpoint of a root: `digest` is its manifest's, `detail` is for the ranks alone."""
 
     step: int
     cycle: int
     digest: str
+    detail: str = ""
 
 
 class MarkGet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_get"):
@@ -298,6 +301,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     agent_store: bool
     probe: bool = False
     """Run the gang check (launcher/health/gangcheck.py) instead of the script."""
+    history: FailureHistory | None = None
+    """How often the run was interrupted before this cycle."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 

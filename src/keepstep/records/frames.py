@@ -23,8 +23,8 @@ Requests (`op`):
   kept   {checkpoint, after}              -> {files: [{file, size_bytes, facts, nodes, tier}], more}  a page of its files, those
                                              whose names come after `after`; tier "shm" (this node's) or "peer"
   fetch  {checkpoint, file}               -> {size_bytes, tier, facts} plus one memfd, read-only; brought here when it is elsewhere
-  mark_get {root_id}                      -> {mark: {step, cycle, digest} or null}  newest committed checkpoint of a root
-  mark_set {root_id, step, cycle, digest, rebase} -> {}  journaled before the answer; a lower step needs a reason in `rebase`
+  mark_get {root_id}                      -> {mark: {step, cycle, digest, detail} or null}  newest committed checkpoint of a root
+  mark_set {root_id, step, cycle, digest, detail, rebase} -> {}  journaled first; a lower step needs a reason in `rebase`
   request {what, reason}                  -> {}          "stop" (the whole job, no restart) or "exclude" (this rank's node);
                                              journaled before the answer, after which this cycle commits nothing more
   inject {spec}                           -> {}          carry out an injection that only the launcher can (see inject.py)
@@ -51,8 +51,21 @@ ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
 ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
 ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+ENV_MEMORY_TIER = "KEEPSTEP_MEMORY_TIER"
+"""What the launcher keeps in memory of checkpoints: off, node or peer."""
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
+ENV_FLEET_PRIOR = "KEEPSTEP_FLEET_PRIOR"
+"""What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record or its
+file."""
+ENV_POWER_RAMP_S = "KEEPSTEP_POWER_RAMP_S"
+"""Seconds over which the first steps of a cycle come to full speed; unset or 0: at once."""
+ENV_CKPT_ROOT = "KEEPSTEP_CKPT_ROOT"
+"""Takes the place of a Checkpointer's `root`; a further Checkpointer of the same process gets the ending ".1", and so on."""
+ENV_CKPT_EVERY_STEPS = "KEEPSTEP_CKPT_EVERY_STEPS"
+"""Takes the place of a Checkpointer's cadence."""
+ENV_RESUME_CHECK = "KEEPSTEP_RESUME_CHECK"
+"""Set by `keepstep doctor resume` for the runs it compares; see keepstep.trainer.observed."""
 
 
 def pack(message: dict[str, Any]) -> bytes:

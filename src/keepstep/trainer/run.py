@@ -22,6 +22,7 @@ from keepstep.records.inject import Injection
 from keepstep.trainer.channel import ABSENT, Channel, open_channel, open_decisions
 from keepstep.trainer.inject import carry_out
 from keepstep.trainer.page import StepContext, Words, lease_overdue_s, make_steps, open_page
+from keepstep.trainer.ramp import Ramp, ramp_from, say_ramp_cost
 
 if TYPE_CHECKING:
     from keepstep.trainer.checkpointer import Checkpointer
@@ -43,6 +44,8 @@ STOP_KEY = "stop"
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do at exactly this step. `every`: the next decision is at step + every.
 
+    `keep`: keep an image in memory, between saves.
+
     With `stop`, `save` says whether the last save fits into what is left of the notice; `why` says why not.
     """
 
@@ -51,6 +54,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     stop: bool = False
     every: int = 1
     why: str = ""
+    keep: bool = False
 
 
 class Run:
@@ -67,12 +71,14 @@ class Run:
         self.channel = channel
         self.supervised = supervised
         self.propose_save: Callable[[int], bool] | None = None
+        self.propose_keep: Callable[[int], bool] | None = None
         self.checkpointers: list[Checkpointer] = []
         self._words = words
         self._guard = guard
         self._injections = _injections()
         self._stop_asked_ns = 0
         self._notice_s = _notice_s() if supervised else None
+        self._ramp: Ramp | None = ramp_from(env)
         self._replays = 0
         self._decisions: Channel | None = None
         """Where shared decisions are kept; opened at the first one."""
@@ -93,6 +99,8 @@ class Run:
             words[layout.W_FIRST_STEP] = step
             words[layout.W_PHASE_NS] = monotonic_ns()
             words[layout.W_PHASE] = layout.PHASE_TRAIN
+            if self._ramp is not None and self.rank == 0:
+                say_ramp_cost(self._ramp.ramp_s)
             if self._next_decision is None:
                 self._next_decision = step + 1
         elif not words[layout.W_FIRST_DONE_NS] and (words[layout.W_STEP] >> 8) > self._first_step:
@@ -103,9 +111,18 @@ class Run:
         for injection in due:
             carry_out(injection, self)
         upcoming = [max(step + 1, i.step or 0) for i in self._injections]
-        if not words[layout.W_FIRST_DONE_NS]:
+        if not words[layout.W_FIRST_DONE_NS] or self._ramps(step):
             upcoming.append(step + 1)
         return min(upcoming, default=sys.maxsize)
+
+    def _ramps(self, step: int) -> bool:
+        """Pause before `step` where power is to rise slowly; whether the next step is to be asked about too."""
+        if self._ramp is None:
+            return False
+        key = f"ramp/{self._replays}/{step}"
+        if not self._ramp.pause(self._words, lambda wanted_s: float(self.agree(key, wanted_s))):
+            self._ramp = None
+        return self._ramp is not None
 
     def _observe(self, **scalars: Any) -> None:
         """Report scalars of this step (numbers or one-element tensors).
@@ -197,13 +214,17 @@ class Run:
         if step != self._next_decision:
             return None
         key = f"decision/{step}" if not self._replays else f"decision/replay-{self._replays}/{step}"
-        if self._decisions is None:
-            self._decisions = open_decisions(self.channel) if self.supervised else self.channel
-        held = self._decisions.cas(key, msgspec.to_builtins(self._proposal(step)))
+        held = self.agree(key, msgspec.to_builtins(self._proposal(step)))
         self._decision = msgspec.convert(held, Decision)
         self._next_decision = step + self._decision.every
         self._words[layout.W_DECISIONS] += 1
         return self._decision
+
+    def agree(self, key: str, value: Any) -> Any:
+        """What the first rank that asked said under `key`: the same on every rank, and a round trip. Raises ChannelError."""
+        if self._decisions is None:
+            self._decisions = open_decisions(self.channel) if self.supervised else self.channel
+        return self._decisions.cas(key, value)
 
     @property
     def stop_requested(self) -> bool:
@@ -215,7 +236,8 @@ class Run:
         every = self._decision_every()
         if not self._stop_wanted():
             save = self.propose_save is not None and self.propose_save(step)
-            return Decision(step=step, save=bool(save), every=every)
+            keep = not save and self.propose_keep is not None and self.propose_keep(step)
+            return Decision(step=step, save=bool(save), every=every, keep=bool(keep))
         why = self._why_no_last_save()
         return Decision(step=step, save=not why, stop=True, every=every, why=why)
 

@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from keepstep.checkpoint.trust.policy import TrustOptions, environment_of
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.messages import StartCycle
 from keepstep.records import frames
@@ -57,8 +60,13 @@ def cycle_environment(
     env[frames.ENV_RUN_DIR] = config.run_dir
     env[frames.ENV_AGENT_SOCKET] = str(agent_socket)
     env |= {name: value for name, value in NCCL_DEFAULTS.items() if _setter(name) is None}
+    env |= trust_environment(config)
     if config.fresh_start:
         env[frames.ENV_FRESH_START] = "1"
+    if config.failure_prior is not None:
+        env[frames.ENV_FLEET_PRIOR] = config.failure_prior
+    if config.power_ramp_s:
+        env[frames.ENV_POWER_RAMP_S] = f"{config.power_ramp_s:g}"
     if command is None:
         return env
     rank = command.first_rank + local_rank
@@ -81,6 +89,7 @@ def cycle_environment(
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         frames.ENV_ATTEMPT: str(command.attempt),
         frames.ENV_CYCLE: str(command.cycle),
+        frames.ENV_MEMORY_TIER: config.memory_tier,
         frames.ENV_PREEMPT_NOTICE_S: f"{stop_notice_s(config):g}",
         frames.ENV_CYCLE_INFO: str(cycle_info),
         "NVRX_CURRENT_CYCLE_INFO": str(cycle_info),
@@ -98,6 +107,13 @@ def cycle_environment(
     return env
 
 
+def trust_environment(config: RunConfig) -> dict[str, str]:
+    """Variables that tell a rank's Checkpointer whom to trust and how to sign. What the flags leave open, the user's own
+    variables may say.
+    """
+    return environment_of(msgspec.convert(config, TrustOptions, from_attributes=True))
+
+
 def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Name, value and who sets it ("keepstep", or the variable of this process) of everything ranks get besides torchrun's.
 
@@ -107,6 +123,8 @@ def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for name, value in {**NCCL_DEFAULTS, DUMP_FILE: prefix, DUMP_PIPE: prefix}.items():
         setter = _setter(name)
         yield (name, value, "keepstep") if setter is None else (setter, os.environ[setter], "this shell")
+    for name, value in trust_environment(config).items():
+        yield name, value, "keepstep"
     yield "TORCHELASTIC_ERROR_FILE", "a file for each rank in the node's folder", "keepstep"
 
 
