@@ -30,9 +30,8 @@ from tests.checkpoint.authority import (
 )
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.envelope import MAX_CERTIFICATES, fingerprint
 from keepstep.checkpoint.trust.identity import _utf8_string
 from keepstep.checkpoint.trust.keys import key_path, public_key_path, public_pem, signing_key
@@ -246,13 +245,14 @@ class TestIdentities:
 
 class TestAttacksOnAFolder:
     def committed(self, root: Path, signer: Signer | None) -> Path:
-        folder = make_folder(root, NAME)
-        files = [write_file(folder / "a.bin", [b"weights"])]
+        place = PosixRoot(root)
+        folder = place.make_folder(NAME)
+        files = [place.put_file(folder, "a.bin", [b"weights"])]
         facts = writer_facts(
             NAME, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(folder, files, facts, signer)
-        return folder
+        commit(place, folder, files, facts, signer)
+        return root / folder
 
     def read(self, root: Path, policy: TrustPolicy) -> Any:
         marker = PosixRoot(root).marker(NAME.text)

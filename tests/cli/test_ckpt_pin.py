@@ -16,9 +16,8 @@ from keepstep.checkpoint.format.layout import MARKER_SIGNED, FolderName
 from keepstep.checkpoint.keeping.pins import read_pin
 from keepstep.checkpoint.restore.freshness import judge
 from keepstep.checkpoint.restore.lineage import list_checkpoints
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.keys import signing_key, trusted_public_key
 from keepstep.checkpoint.trust.marks import file_marks
 from keepstep.checkpoint.trust.permits import Permit, read_permits
@@ -48,15 +47,16 @@ def folder(step: int) -> str:
 def root(shell: Path) -> Path:
     """A root with steps 1, 2 and 3 of a run, signed, and an unfinished step 4."""
     path = shell / "ckpts"
+    place = PosixRoot(path)
     for step in (1, 2, 3):
         name = FolderName(step, 0, 1, 0, "job7")
-        made = make_folder(path, name)
-        files = [write_file(made / "a.bin", [b"%d" % step])]
+        made = place.make_folder(name)
+        files = [place.put_file(made, "a.bin", [b"%d" % step])]
         facts = writer_facts(
             name, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(made, files, facts, signing_key())
-    make_folder(path, FolderName(4, 0, 1, 0, "job7"))
+        commit(place, made, files, facts, signing_key())
+    place.make_folder(FolderName(4, 0, 1, 0, "job7"))
     return path
 
 
