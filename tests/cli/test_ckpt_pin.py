@@ -196,10 +196,18 @@ class TestRollback:
 
     def test_without_a_mark_the_newest_in_the_root_is_meant(self, root: Path) -> None:
         result = ckpt("pin", root, "--allow-rollback", folder(1), "--reason", "x", "--yes", "-o", "json")
-        assert f"the newest checkpoint there is taken for it: {folder(3)}" in result.stderr
+        assert f"is meant: {folder(3)}" in result.stderr
         assert permits(root)[0].from_checkpoint == folder(3)
         again = ckpt("pin", root, "--allow-rollback", "3", "--reason", "x", "--yes")
         assert again.exit_code == 2 and "is the newest known checkpoint" in again.stderr
+
+    def test_a_stale_mark_of_this_host_is_not_meant(self, root: Path) -> None:
+        newest = self.newest(root)
+        older = list_checkpoints(PosixRoot(root), trusted_key=trusted_public_key())[2]
+        assert older.manifest is not None and older.name.step == 2
+        file_marks(PosixRoot(root), "job7").put(Mark(at=position_of(older.manifest, folder(2))))
+        good("pin", root, "--allow-rollback", "1", "--reason", "x", "--yes")
+        assert permits(root)[0].from_digest == newest.at.digest
 
     def test_an_external_signer_signs_it(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other = good("keygen", "--out", "ops.pem")
