@@ -312,6 +312,27 @@ def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> No
     assert job.restore() == stored[1].name
 
 
+def test_what_a_restore_left_behind_stays_out_although_the_mark_never_knew_it() -> None:
+    job, stored = history(2)
+    lost = job.commit(mark_lost=True)
+    lost.damage = "bytes"
+    assert job.restore() == stored[1].name
+    lost.damage = "none"  # the disk was repaired and the quarantine record deleted
+    job.quarantine.clear()
+    assert job.restore() == stored[1].name
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fresh_start_is_not_undone_by_damage(known: bool) -> None:
+    job, _ = history(3)
+    if not known:
+        job.mark = None
+    job.begin(0)
+    first = job.commit()
+    first.damage = "marker"
+    assert (job.restore(), job.refused) == (None, "")
+
+
 def test_a_permit_is_void_after_newer_progress_and_cannot_be_used_twice() -> None:
     job, stored = history(3)
     early = job.permit(stored[0].name, "a")

@@ -25,6 +25,7 @@ from tests.checkpoint.authority import (
     new_authority,
     new_key,
     pem,
+    usage,
     utf8_string,
     write,
 )
@@ -196,6 +197,24 @@ class TestIdentities:
         )
         with pytest.raises(UntrustedKeyError):
             check_manifest(signed(FileSigner(key, (*der(forged), *signer.certificates))), MARKER_SIGNED, policy)
+
+    @pytest.mark.parametrize("wrong", ["no authority", "may not issue", "purpose"])
+    def test_only_an_authority_for_code_signing_issues_certificates(self, authority: Authority, wrong: str) -> None:
+        middle_key, key = new_key(), new_key()
+        purpose = ExtendedKeyUsageOID.CLIENT_AUTH if wrong == "purpose" else ExtendedKeyUsageOID.CODE_SIGNING
+        middle = certificate(
+            "middle",
+            middle_key,
+            "root",
+            authority.root_key,
+            (x509.BasicConstraints(wrong != "no authority", None), True),
+            (usage(key_cert_sign=wrong != "may not issue", crl_sign=True), True),
+            (x509.ExtendedKeyUsage([purpose]), False),
+        )
+        forged = msgspec.structs.replace(authority, middle=middle, middle_key=middle_key)
+        policy = TrustPolicy(identities=((IDENTITY, ISSUER),), roots=(authority.root,))
+        with pytest.raises(UntrustedKeyError, match="under the trusted roots"):
+            check_manifest(signed(forged.signer(key)), MARKER_SIGNED, policy)
 
     def test_somebody_elses_certificate_on_an_own_signature(self, authority: Authority, policy: TrustPolicy) -> None:
         thief = FileSigner(new_key(), authority.signer().certificates)
