@@ -289,15 +289,45 @@ def test_a_newest_checkpoint_that_is_not_trusted_is_not_passed_over(distrust: An
     assert (ruling.action, "signed by nobody who is trusted" in ruling.reason) == ("refuse", True)
 
 
-def test_another_valid_marker_in_the_same_folder_is_noticed() -> None:
+def with_digest(stored: Stored, digest: str) -> Listed:
+    assert stored.listed.manifest is not None
+    manifest = msgspec.structs.replace(stored.listed.manifest, digest=digest)
+    return msgspec.structs.replace(stored.listed, manifest=manifest)
+
+
+def test_another_valid_marker_in_the_same_folder_is_no_reason_to_go_back() -> None:
     job, stored = history()
-    manifest = stored[-1].listed.manifest
-    assert manifest is not None
-    stored[-1].listed = msgspec.structs.replace(
-        stored[-1].listed, manifest=msgspec.structs.replace(manifest, digest="0" * 64)
-    )
-    assert job.restore() is None
-    assert "has another marker than the one that was committed" in job.refused
+    found = [with_digest(stored[2], "0" * 64), stored[1].listed]
+    assert judge(found[0], found, job.mark, [], set()).action == "restore"
+    ruling = judge(found[1], found, job.mark, [], set())
+    assert ruling.action == "refuse" and "has another marker than the one that was committed" in ruling.reason
+
+
+def test_the_same_save_in_memory_is_as_new_as_the_mark() -> None:
+    job, stored = history()
+    in_memory = with_digest(stored[2], "1" * 64)  # its marker lists fingerprints of memory
+    found = [entry.listed for entry in stored]
+    assert judge(in_memory, found, job.mark, [], set()).action == "restore"
+    assert judge(in_memory, [], job.mark, [], set()).action == "restore"
+    older = with_digest(stored[1], "2" * 64)
+    assert judge(older, found[:2], job.mark, [], set()).action == "refuse"
+
+
+def test_copies_in_several_places() -> None:
+    """Damaged here and whole there, unfinished there, damaged in both."""
+    job, stored = history()
+    older, whole = stored[1].listed, stored[2].listed
+    damaged = msgspec.structs.replace(whole, manifest=None, error="bad")
+    unfinished = msgspec.structs.replace(whole, manifest=None, committed=False)
+    planted = msgspec.structs.replace(whole, quarantined=True)
+    for copies, action in (
+        ([damaged, whole], "refuse"),
+        ([unfinished, damaged], "restore"),
+        ([damaged, damaged], "restore"),
+        ([damaged, planted], "refuse"),
+        ([unfinished], "refuse"),
+    ):
+        assert judge(older, [*copies, older], job.mark, [], set()).action == action, copies
 
 
 def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> None:
