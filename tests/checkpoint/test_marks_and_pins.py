@@ -11,17 +11,16 @@ import pytest
 from keepstep.checkpoint.exchange import HighWater
 from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.keeping.pins import delete_pin, new_pin, read_pin, write_pin
+from keepstep.checkpoint.restore.guard import JournalMarks
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.trust.marks import (
     WHOLE_ROOT,
-    ChannelMarks,
     file_marks,
     look_up_mark,
     marks_folder,
-    open_marks,
     root_id,
 )
-from keepstep.checkpoint.trust.rollback import Mark, Position, why_back
+from keepstep.checkpoint.trust.rollback import Mark, Position
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.highwater import raise_high_water
 from keepstep.records.errors import ChannelError, StorageError
@@ -155,25 +154,25 @@ class TestMarks:
         marks.put(mark_at(5))
         assert file_marks(PosixRoot(blocked / "root"), "job7").get() == mark_at(5)
 
-    def test_without_a_launcher_a_file_keeps_it(self, root: Path) -> None:
-        assert open_marks(PosixRoot(root), "job7", MemoryChannel()) == file_marks(PosixRoot(root), "job7")
-
     def test_the_journal_keeps_all_of_it(self, root: Path) -> None:
         channel = JournalChannel()
-        marks = open_marks(PosixRoot(root), "job7", channel)
-        assert isinstance(marks, ChannelMarks) and marks.get() is None
+        marks = JournalMarks(channel, PosixRoot(root), "a-run-id-" + "x" * 119)
+        assert marks.get() is None
         full = msgspec.structs.replace(mark_at(5), refused=("x",), used=("n",))
         marks.put(full)
-        assert open_marks(PosixRoot(root), "job7", channel).get() == full
-        assert open_marks(PosixRoot(root), "other", channel).get() is None
-        id_file(root).parent.mkdir(parents=True, exist_ok=True)
-        id_file(root).write_text("another id")
-        assert open_marks(PosixRoot(root), "job7", channel).get() == full
-        with pytest.raises(ChannelError, match="going back to step 3 needs a signed rollback"):
-            marks.put(mark_at(3))
+        assert marks.get() == full
+        assert JournalMarks(channel, PosixRoot(root), "job7").get() is None
         back = mark_at(3)
-        marks.put(back, why_back(full, back))
-        assert marks.get() == back and channel.records[-1]["rebase"] == "damaged: x"
+        marks.put(back)
+        assert marks.get() == back
+        assert channel.records[-1]["rebase"] == f"the job went back to {back.at.checkpoint}"
+
+    def test_the_journal_goes_by_the_place_and_not_by_what_lies_in_it(self, root: Path) -> None:
+        channel = JournalChannel()
+        JournalMarks(channel, PosixRoot(root), "job7").put(mark_at(5))
+        root_id(PosixRoot(root))
+        id_file(root).unlink()
+        assert JournalMarks(channel, PosixRoot(root), "job7").get() == mark_at(5)
 
 
 class TestPins:

@@ -133,7 +133,7 @@ class Job:
                 run="r",
                 life_started_ns=self.life_ns,
                 permit=permit,
-                left_behind=leaves_behind(at, found, self.mark),
+                left_behind=leaves_behind(entry, found, self.mark),
             )
             assert not is_dead(at, self.mark.turns)
             return name
@@ -320,12 +320,14 @@ def test_copies_in_several_places() -> None:
     damaged = msgspec.structs.replace(whole, manifest=None, error="bad")
     unfinished = msgspec.structs.replace(whole, manifest=None, committed=False)
     planted = msgspec.structs.replace(whole, quarantined=True)
+    buried = msgspec.structs.replace(whole, tombstoned=True)
     for copies, action in (
         ([damaged, whole], "refuse"),
         ([unfinished, damaged], "restore"),
         ([damaged, damaged], "restore"),
         ([damaged, planted], "refuse"),
         ([unfinished], "refuse"),
+        ([buried], "refuse"),
     ):
         assert judge(older, [*copies, older], job.mark, [], set()).action == action, copies
 

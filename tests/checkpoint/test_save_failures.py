@@ -285,7 +285,7 @@ def test_script_that_ends_without_close_still_commits(root: Path) -> None:
     script = (
         "import sys, torch\n"
         "from tests.checkpoint.support import FakeRun, MemoryChannel, checkpointer\n"
-        "ckpt = checkpointer(sys.argv[1], {'w': torch.zeros(3_000_000)}, FakeRun(MemoryChannel()))\n"
+        "ckpt = checkpointer(sys.argv[1], {'w': torch.zeros(3_000_000)}, FakeRun(MemoryChannel()), every_steps=9)\n"
         "ckpt.restore()\n"
         "ckpt.save(1)\n"
     )

@@ -9,7 +9,6 @@ from keepstep.checkpoint.trust.permits import Permit
 from keepstep.checkpoint.trust.rollback import (
     Mark,
     MarkedState,
-    Position,
     Ruling,
     check_rollback,
     is_dead,
@@ -43,7 +42,7 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
     states = [
         marked_state(
             mark,
-            committed=copy.committed,
+            committed=_lasts(copy),
             digest=copy.manifest.digest if copy.manifest is not None else None,
             quarantined=copy.quarantined,
             rejected=name in rejected,
@@ -55,12 +54,17 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
     return next((state for state in states if state != "damaged"), "damaged") if states else "absent"
 
 
-def leaves_behind(at: Position, found: Sequence[Listed], mark: Mark | None) -> bool:
-    """Whether going on from `at` leaves something committed behind that is not known as dead already."""
+def _lasts(entry: Listed) -> bool:
+    """Committed, and its deletion was not begun."""
+    return entry.committed and not entry.tombstoned
+
+
+def leaves_behind(chosen: Listed, found: Sequence[Listed], mark: Mark | None) -> bool:
+    """Whether going on from `chosen` leaves something committed behind that is not known as dead already."""
     turns = mark.turns if mark is not None else ()
     return any(
         entry.committed
-        and entry.name.step > at.step
+        and entry.name.step > chosen.name.step
         and (entry.manifest is None or not is_dead(position_of(entry.manifest, entry.name.text), turns))
         for entry in found
     )

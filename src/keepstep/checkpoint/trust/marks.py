@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from keepstep.checkpoint.exchange import Exchange, HighWater, NoStoreError
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.writer import replace_file, storage_error
 from keepstep.checkpoint.trust.keys import ENV_HOME
@@ -35,11 +34,8 @@ class MarkStore(Protocol):
     def get(self) -> Mark | None:
         """The mark, None before the first. Raises StorageError or ChannelError when it cannot be told."""
 
-    def put(self, mark: Mark, why: str = "") -> None:
-        """Keep `mark` instead, durably. `why` (rollback.why_back) is needed when it is of a lower step.
-
-        Raises StorageError or ChannelError.
-        """
+    def put(self, mark: Mark) -> None:
+        """Keep `mark` instead, durably; it may be an older one. Raises StorageError or ChannelError."""
 
 
 class RootId(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +112,8 @@ class FileMarks(msgspec.Struct, frozen=True, kw_only=True):
         elsewhere = [scopes[self.scope] for scopes in own.places.values() if self.scope in scopes] if own else []
         return max(elsewhere, key=lambda mark: mark.at.created_ns, default=None)
 
-    def put(self, mark: Mark, why: str = "") -> None:
-        """See MarkStore. `why` is for the journal of a run; here nobody reads it."""
+    def put(self, mark: Mark) -> None:
+        """See MarkStore."""
         files = self._read_all()
         scopes: dict[str, Mark] = {}
         for other, places in files.items():
@@ -161,46 +157,9 @@ def _without(places: dict[str, dict[str, Mark]], where: str) -> dict[str, dict[s
     return {place: scopes for place, scopes in places.items() if place != where}
 
 
-class ChannelMarks(msgspec.Struct, frozen=True, kw_only=True):
-    """Marks in the coordinator's journal, under `key`."""
-
-    channel: Exchange
-    key: str
-
-    def get(self) -> Mark | None:
-        """See MarkStore."""
-        held = self.channel.mark_get(self.key)
-        if held is None:
-            return None
-        try:
-            return msgspec.json.decode(held.detail, type=Mark)
-        except msgspec.DecodeError as error:
-            raise StorageError(f"the journal's mark of step {held.step} cannot be read: {error}") from None
-
-    def put(self, mark: Mark, why: str = "") -> None:
-        """See MarkStore."""
-        detail = msgspec.json.encode(mark).decode()
-        held = HighWater(step=mark.at.step, cycle=mark.at.cycle, digest=mark.at.digest, detail=detail)
-        self.channel.mark_set(self.key, held, why)
-
-
-def open_marks(root: Root, scope: str, channel: Exchange) -> MarkStore:
-    """Where the mark of `root` and `scope` is kept: in the journal, or without a launcher in the user's keepstep folder.
-
-    Raises ChannelError.
-    """
-    # In one run a root does not move, so its place says enough, and nobody who writes to it can change that.
-    key = hashlib.sha256(f"{_place(root)}\n{scope}".encode()).hexdigest()
-    try:
-        channel.mark_get(key)
-    except NoStoreError:
-        return file_marks(root, scope)
-    return ChannelMarks(channel=channel, key=key)
-
-
 def file_marks(root: Root, scope: str) -> FileMarks:
     """The mark of `root` in the user's keepstep folder. A root that takes no id is known by its place alone."""
-    where = _place(root)
+    where = place_of(root)
     try:
         known = root_id(root)
     except StorageError:
@@ -211,8 +170,9 @@ def file_marks(root: Root, scope: str) -> FileMarks:
 def look_up_mark(root: Root, scope: str) -> Mark | None:
     """The mark of `root` in the user's keepstep folder, writing nothing. Raises StorageError."""
     known = _read_root_id(root) or ""
-    return FileMarks(root=known, where=_place(root), scope=scope, folder=marks_folder()).get()
+    return FileMarks(root=known, where=place_of(root), scope=scope, folder=marks_folder()).get()
 
 
-def _place(root: Root) -> str:
+def place_of(root: Root) -> str:
+    """Where `root` is: its URL, or its path with all links followed."""
     return root.where if "://" in root.where else str(Path(root.where).resolve())

@@ -253,17 +253,6 @@ def after_restore(
     return Mark(at=at, turns=turns, used=used)
 
 
-def why_back(before: Mark | None, after: Mark, permit: Permit | None = None) -> str:
-    """Why `after` is of a lower step than `before`, for the journal; empty when it is not."""
-    if before is None or after.at.step >= before.at.step:
-        return ""
-    if permit is not None:
-        return f"{permit.by}: {permit.reason}"
-    if before.refused:
-        return f"damaged: {', '.join(before.refused)}"
-    return f"{after.at.checkpoint} is of a life that began after {before.at.checkpoint}"
-
-
 def _with_turn(turns: tuple[Turn, ...], new: Turn) -> tuple[Turn, ...]:
     """Add `new`; earlier turns of the run at or beyond its step say nothing any more that it does not say."""
     kept = (
