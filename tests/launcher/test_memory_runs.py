@@ -18,7 +18,7 @@ def opened(launch: Launch) -> list[int]:
 
 def memory_of(pid: int) -> list[str]:
     """Memory files that a process holds."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
     return sorted(
         link.removeprefix("/memfd:").removesuffix(" (deleted)") for link in links if "/memfd:keepstep-" in link
     )
