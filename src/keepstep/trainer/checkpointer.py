@@ -268,10 +268,11 @@ class Checkpointer:
         if self._life is not None:
             raise ConfigError("Checkpointer: restore() was already called")
         fresh = fresh_start or os.environ.get(frames.ENV_FRESH_START) == "1"
+        memory = MemorySource(self._channel) if self._memory else None
         with self._run.phase("restore"):
             task = Restore(
                 roots=(self._root,),
-                memory=MemorySource(self._channel) if self._memory else None,
+                memory=memory,
                 channel=self._channel,
                 rank=self._run.rank,
                 world_size=self._run.world_size,
@@ -290,6 +291,9 @@ class Checkpointer:
         if life.checkpoint is not None:
             durable = outcome.tier in ("disk", "object")
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
+            if memory is not None and not durable and (slot := memory.slot_read(life.checkpoint, self._run.rank)):
+                # The next image must not be staged over the only one there is.
+                self._slots.note_kept(slot, life.restored_step)
         self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):

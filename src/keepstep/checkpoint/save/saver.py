@@ -241,6 +241,7 @@ class Saver:
         if job.memory is None:
             return
         facts = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle, "attempt": job.name.attempt}
+        facts |= {"rank": self._rank, "slot": job.slot.name}
         said: dict[str, Any]
         try:
             job.memory.keep_image(folder, name, sealed.file_bytes, sealed.algorithm, sealed.fingerprints, facts)

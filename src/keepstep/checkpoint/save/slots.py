@@ -60,6 +60,12 @@ class Slots:
         idle.sort(key=lambda slot: (slot.kept is not None and slot.kept == newest, slot.kept or -1))
         return idle[0] if idle else None
 
+    def note_kept(self, name: str, step: int) -> None:
+        """The memory tier has the image of `step` in slot `name`: it is spared while there is another."""
+        for slot in self.all:
+            if slot.name == name:
+                slot.kept = step
+
     def grow(self, slot: Slot, size_bytes: int) -> None:
         """Make room for `size_bytes` in `slot`. Raises StorageError or ChannelError when there is no memory for it."""
         if len(slot) >= size_bytes:

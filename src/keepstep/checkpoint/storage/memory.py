@@ -6,8 +6,14 @@ import mmap
 import os
 from typing import Literal
 
-from keepstep.checkpoint.exchange import Exchange, Fetched
-from keepstep.checkpoint.format.layout import MARKERS, MAX_MANIFEST_BYTES, PRINTS_SUFFIX, parse_folder_name
+from keepstep.checkpoint.exchange import Exchange, Fetched, MemoryTier
+from keepstep.checkpoint.format.layout import (
+    IMAGE_SUFFIX,
+    MARKERS,
+    MAX_MANIFEST_BYTES,
+    PRINTS_SUFFIX,
+    parse_folder_name,
+)
 from keepstep.records.errors import ChannelError, VerificationError
 
 
@@ -48,8 +54,8 @@ class MemorySource:
 
     def __init__(self, channel: Exchange) -> None:
         self._channel = channel
-        self.fetched: dict[str, str] = {}
-        """Tier each file came from."""
+        self.fetched: dict[tuple[str, str], Fetched] = {}
+        """How each file came, by folder and name; the descriptors are closed."""
 
     def folders(self) -> list[str]:
         """See source.Source. None where no launcher keeps anything."""
@@ -90,9 +96,25 @@ class MemorySource:
         except ChannelError as error:
             raise VerificationError(f"{name}: is not in memory: {error}") from None
 
+    def tier_read(self, folder: str) -> MemoryTier:
+        """The farthest memory that an image of `folder` was read from; its index and marker are on one node only and do not count."""
+        far = any(
+            read.tier == "peer"
+            for (checkpoint, name), read in self.fetched.items()
+            if checkpoint == folder and name.endswith(IMAGE_SUFFIX)
+        )
+        return "peer" if far else "shm"
+
+    def slot_read(self, folder: str, rank: int) -> str | None:
+        """The staging slot of `rank` on this node from which an image of `folder` was read."""
+        for (checkpoint, _), read in self.fetched.items():
+            if checkpoint == folder and read.tier == "shm" and read.facts.get("rank") == rank:
+                return str(read.facts.get("slot"))
+        return None
+
     def _fetch(self, folder: str, name: str) -> MemoryFile:
         fetched = self._channel.fetch(folder, name)
-        self.fetched[name] = fetched.tier
+        self.fetched[folder, name] = fetched
         return MemoryFile(fetched, name)
 
     def records(self, kind: str) -> dict[str, bytes]:
