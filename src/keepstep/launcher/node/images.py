@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.checkpoint.format.layout import is_plain_file_name, parse_folder_name
-from keepstep.launcher.procs import available_memory_bytes, make_memfd
+from keepstep.launcher.procs import make_memfd
+from keepstep.records.hostmemory import available_memory_bytes
 
 MAX_BUFFERS = 64
 """Of one rank."""
