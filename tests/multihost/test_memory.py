@@ -69,7 +69,7 @@ def test_a_damaged_copy_is_refused_and_listed_no_more(make_net: MakeNet) -> None
     copied(net)
     pids = {r["node"]: r["pid"] for r in records(net.run_dir, "node")}
     for path in Path(f"/proc/{pids['h1']}/fd").iterdir():
-        if "/memfd:keepstep-copy" in os.readlink(path):
+        if "/memfd:keepstep-copy" in str(path.readlink()):
             with path.open("r+b") as memory:
                 memory.seek(max(0, os.fstat(memory.fileno()).st_size - 1))
                 byte = memory.read(1)
