@@ -19,9 +19,9 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.coordination import holdings
 from keepstep.launcher.coordination.holdings import Holdings
-from keepstep.launcher.node.images import MAX_COPIED_SETS, Image
+from keepstep.launcher.node.images import MAX_COPIED_SETS, MAX_FACTS_BYTES, Image
 from keepstep.launcher.node.imagewire import blocks_of
-from keepstep.launcher.node.memorytier import MemoryTier
+from keepstep.launcher.node.memorytier import NOTE_IMAGES, MemoryTier
 from keepstep.launcher.trust import make_token
 from keepstep.records.errors import ChannelError
 from tests.launcher.lives import Lead, hello, shape
@@ -294,6 +294,25 @@ def test_a_new_coordinator_hears_everything_again(tmp_path: Path) -> None:
         assert [(s["checkpoint"], s["copied"]) for s in sets] == [(folder(6), 1), (folder(5), 1)]
 
     play(lambda: Cluster(tmp_path), scene)
+
+
+def test_so_much_at_once_comes_in_several_notes(tmp_path: Path) -> None:
+    async def scene(job: Cluster) -> None:
+        pad = "x" * (MAX_FACTS_BYTES - 50)
+        for number in range(NOTE_IMAGES + 10):
+            rank, file = number % 8, f"f{number:05d}"
+            os.close(job["a"].tier.images.buffer(rank, file, 1))
+            one = Image(checkpoint=folder(5), file=file, size_bytes=1, facts={"step": 5, "pad": pad})
+            job["a"].tier.images.keep(rank, file, one)
+        sets = (await job["a"].tier.kept("", ""))["sets"]
+        assert [s["files"] for s in sets] == [NOTE_IMAGES + 10]
+        for number in range(NOTE_IMAGES + 10):
+            job["a"].tier.images.unkeep(number % 8, f"f{number:05d}")
+        assert (await job["a"].tier.kept("", ""))["sets"] == []
+        assert max(len(msgspec.json.encode(note)) for note in job["a"].notes) < m.MAX_MESSAGE_BYTES
+        assert max(len(note.removed) for note in job["a"].notes) <= NOTE_IMAGES
+
+    play(lambda: Cluster(tmp_path, tier="node"), scene)
 
 
 def test_what_a_rank_kept_is_known_before_its_next_question_is_answered(tmp_path: Path) -> None:

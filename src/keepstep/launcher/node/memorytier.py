@@ -142,9 +142,9 @@ class MemoryTier:
         elif not added and not removed:
             return
         address = self._server.address if self._server is not None else ""
-        for begin in range(0, max(len(added), 1), NOTE_IMAGES):
+        for begin in range(0, max(len(added), len(removed), 1), NOTE_IMAGES):
             part = [_held(image) for image in added[begin : begin + NOTE_IMAGES]]
-            first, gone = begin == 0, removed if begin == 0 else []
+            first, gone = begin == 0, removed[begin : begin + NOTE_IMAGES]
 
             def note(i: int, first: bool = first, part: Any = part, gone: Any = gone) -> m.KeepNote:
                 return m.KeepNote(id=i, whole=whole and first, address=address, added=part, removed=gone)
