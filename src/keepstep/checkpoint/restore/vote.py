@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.restore.freshness import leaves_behind
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
@@ -234,13 +235,12 @@ def _accept(
             _quarantine(task, refused)
     if task.places[item.place] is not task.memory:
         assert task.guard is not None
-        beyond = any(entry.committed and entry.name.step > item.entry.name.step for entry in lasting)
         task.guard.restored(
             item.entry,
             run=task.run_id,
             life_started_ns=life.started_ns,
             permit=ruling.permit,
-            left_behind=beyond,
+            left_behind=leaves_behind(item.entry, lasting, task.guard.mark),
         )
 
 
