@@ -52,7 +52,7 @@ from keepstep.checkpoint.storage.source import open_deleter
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.codec import rfc3339
-from keepstep.records.errors import StorageError
+from keepstep.records.errors import ConfigError, StorageError
 
 DAY_NS = 86400 * 10**9
 
@@ -239,6 +239,21 @@ def test_another_key_s_checkpoints_are_not_ours_to_delete(root: Path, keepstep_h
     shutil.rmtree(keepstep_home)
     done = prune(task(root))
     assert done.deleted == [] and all("signed by key" in line.reasons[0] for line in done.lines)
+
+
+def test_the_best_by_a_metric_that_was_saved_with_it(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A loss may be a tensor, or NaN: such a checkpoint is committed like any, and is nobody's best."""
+    ckpt = checkpointer(root, {"w": torch.zeros(1000), "loader": Loader(0)}, FakeRun(RecordingChannel()))
+    ckpt.restore()
+    for step, loss in enumerate((2.0, torch.tensor(0.5), float("nan"), 0.25, float("-inf"), 3.0), 1):
+        ckpt.save(step, metrics={"loss": loss})  # type: ignore[dict-item]
+        ckpt.wait()
+        assert ckpt.last_committed_step == step
+    with pytest.raises(ConfigError, match="metric 'loss' is a str and no number"):
+        ckpt.save(9, metrics={"loss": "low"})  # type: ignore[dict-item]
+    ckpt.close()
+    prune(task(root, "best:loss:2:min"))
+    assert steps(root) == [2, 4, 6]
 
 
 def test_who_prunes_again_and_again_reads_each_marker_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

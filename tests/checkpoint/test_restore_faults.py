@@ -300,7 +300,7 @@ def test_lost_key_does_not_condemn_good_checkpoints(root: Path, capfd: pytest.Ca
     key_path().unlink()
     (result,) = restore_value(root)
     assert isinstance(result, RefuseToStartError)
-    assert f"2 are signed by a key other than {key_path()}" in str(result)
+    assert "2 are signed by somebody who is not trusted here" in str(result)
     key_path().write_bytes(saved)
     assert restore_value(root) == [(20, 20.0)]
     capfd.readouterr()
@@ -311,7 +311,8 @@ def test_unsigned_mode_says_so_and_signed_mode_never_takes_it(root: Path, capfd:
     (folder,) = save_steps(root, [20], cycle=1, unsigned=True)
     assert (folder / MARKER_UNSIGNED).is_file()
     assert "NOT SIGNED" in capfd.readouterr().err
-    assert restore_value(root, cycle=2) == [(10, 10.0)]
+    (result,) = restore_value(root, cycle=2)
+    assert isinstance(result, RefuseToStartError) and "is signed by nobody who is trusted here" in str(result)
     assert "not signed" in capfd.readouterr().err
     assert restore_value(root, cycle=2, unsigned=True) == [(20, 20.0)]
     flip_bit(folder / SHARD, -1)

@@ -138,6 +138,7 @@ def test_verify_names_what_differs_and_exits_with_3(root: Path) -> None:
     assert result.exit_code == 3
     assert [line.split()[1] for line in result.stdout.splitlines()[1:]] == ["ok", "PROBLEM", "PROBLEM"]
     assert f"{folder(root, 200)}: rank-00001-of-00002.safetensors: SHA-256 is" in result.stderr
+    assert "block 0" in result.stderr
     assert f"{folder(root, 100)}: index.json: is missing" in result.stderr
     assert "2 of 3 with problems" in result.stderr
     (report,) = records("verify", root / folder(root, 200), exit_code=3)

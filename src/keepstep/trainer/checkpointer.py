@@ -26,7 +26,7 @@ from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
-from keepstep.checkpoint.trust.manifest import Manifest
+from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
     TrustOptions,
     TrustPolicy,
@@ -42,6 +42,7 @@ from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
+from keepstep.trainer.keeper import Keeper
 from keepstep.trainer.staging import Stager
 
 SAVE_FACTOR = 1.5
@@ -49,6 +50,7 @@ SAVE_FACTOR = 1.5
 MEMORY_SHARE = 0.005
 """Without a cadence of its own the memory tier may block training for this share of the time."""
 WARM_UP_TIMEOUT_S = 60.0
+PRUNE_TIMEOUT_S = 30.0
 
 
 class DecisionLike(Protocol):
@@ -152,6 +154,7 @@ class Checkpointer:
         rng_on_reshard: Literal["refuse", "reseed"] = "refuse",
         unsigned: bool = False,
         trust: TrustOptions | None = None,
+        keep: str | None = None,
         run_id: str | None = None,
         timeout_s: float = 600.0,
         max_failures: int = 3,
@@ -167,10 +170,11 @@ class Checkpointer:
         `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
         the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
         flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `trust`: who signs and whose
-        checkpoints count, beside what the launcher's flags say. `run_id`: restore only checkpoints of that run (default: of any
-        run under `root`). `timeout_s` bounds how long ranks wait for one another in a save or a restore. `max_failures` failed
-        saves in a row make the next one raise StorageError. `writer`: where images are written from. Raises ConfigError for a
-        bad argument.
+        checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy does not keep, after each commit
+        (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
+        checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
+        save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
+        written from. Raises ConfigError for a bad argument.
         """
         if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
             every_steps, every_seconds = _steps_of(text), None
@@ -191,6 +195,7 @@ class Checkpointer:
             run = current()
         if other := os.environ.get(frames.ENV_CKPT_ROOT):
             root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other
+        self._root = open_root(os.fspath(root), store)
         self.state = state
         self._run: RunLike = run
         self._every_steps = every_steps
@@ -206,7 +211,9 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._max_failures = max_failures
         self._life: Life | None = None
+        self._keeper = None if keep is None else Keeper(self._root, keep)
         self._signer: Signer | None = None
+        self._policy: TrustPolicy | None = None
         self._guard: Guard | None = None
         self._last_keep_s = time.monotonic()
         self._block_s = 0.0
@@ -219,7 +226,6 @@ class Checkpointer:
         self._propose_before, self._keep_before = run.propose_save, run.propose_keep
         run.propose_save, run.propose_keep = self._propose, self._propose_keep
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
-        self._root = open_root(os.fspath(root), store)
         self._memory = _memory_wanted(memory, run.channel)
         self._slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
         self._sets = {slot.name: MemorySet(self._channel, slot.name) for slot in self._slots.all}
@@ -294,7 +300,7 @@ class Checkpointer:
 
     def _open_trust(self) -> TrustPolicy:
         """Rank 0's policy; who signs is kept: a key file that vanishes later must not start another key in the middle."""
-        policy = load_policy(self._trust)
+        self._policy = policy = load_policy(self._trust)
         self._signer = load_signer(self._trust)
         if self._signer is not None:
             check_signer_is_trusted(self._signer, policy)
@@ -382,6 +388,8 @@ class Checkpointer:
         """Rank 0 has committed (called on the save's thread): the mark of the root moves."""
         if self._guard is not None and self._life is not None:
             self._guard.committed(checkpoint, manifest, self._life.restored_step)
+        if self._keeper is not None and self._policy is not None:
+            self._keeper.after_commit(self._policy)
 
     def _note_done(self, outcome: Outcome, block_s: float) -> None:
         """A save is over (called on its thread): what it cost moves the interval."""
@@ -445,7 +453,7 @@ class Checkpointer:
             begun_ns=begun_ns,
             durable=durable,
             memory=memory,
-            metrics=metrics,
+            metrics=plain_metrics(metrics),
         )
 
     def _forget(self, slot: Slot, memory: MemorySet) -> None:
@@ -471,6 +479,8 @@ class Checkpointer:
         self._closed = True
         with self._run.phase("close"):
             self.wait()
+            if self._keeper is not None:
+                self._keeper.wait(PRUNE_TIMEOUT_S)
         self._writer.close()
         self._slots.close()
 

@@ -43,7 +43,8 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
         marked_state(
             mark,
             committed=_lasts(copy),
-            digest=copy.manifest.digest if copy.manifest is not None else None,
+            digest=copy.marker_sha256,
+            verified=copy.manifest is not None,
             quarantined=copy.quarantined,
             rejected=name in rejected,
             distrusted=copy.distrust is not None,

@@ -44,11 +44,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rejected(msgspec.Struct, frozen=True):
-    """A candidate that was refused. `distrust`: nothing is damaged, it is signed by a key that is not trusted here."""
+    """A candidate that was refused. `distrust`: nothing is damaged, the policy does not accept who signed it."""
 
     record: QuarantineRecord
     root: Root
-    distrust: bool
+    distrust: str | None
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ def _accept(
 ) -> None:
     """All ranks took the candidate: move the mark, and settle what became of those that were refused before it."""
     for refused in rejected:
-        if refused.distrust:
+        if refused.distrust == "key":
             # One checkpoint did verify with this policy, so the policy is right and the others are not ours.
             _quarantine(task, refused)
     if task.places[item.place] is not task.memory:
@@ -299,7 +299,7 @@ def _reject(
     )
     if source is not task.memory:
         # What memory holds ends with the job; the same checkpoint may still be whole where it lasts.
-        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust == "key")
+        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust)
         rejected.append(refused)
         if distrust is None:
             _quarantine(task, refused)
@@ -324,7 +324,7 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
     if committed:
         newest = committed[0]
         why = rejected[0].record.reason if rejected else _why_not(task.places[newest.place], newest.entry)
-        keys = sum(item.distrust for item in rejected)
+        keys = sum(item.distrust == "key" for item in rejected)
         hint = f"; {keys} are signed by somebody who is not trusted here (--trust-key)" if keys else ""
         raise RefuseToStartError(
             f"{task.where} holds {len(committed)} committed checkpoints, but none can be restored. "
@@ -350,6 +350,8 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
 def _why_not(source: Source, entry: Listed) -> str:
     if entry.quarantined:
         return f"quarantined, see its record in {source.where}"
+    if entry.tombstoned:
+        return "its deletion was begun"
     return f"abandoned by {entry.abandoned_by}" if entry.abandoned_by else (entry.error or "unknown")
 
 

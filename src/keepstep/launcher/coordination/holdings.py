@@ -155,8 +155,8 @@ class Holdings:
         # At random: of an image that all nodes want soon many hold one.
         chosen = random.sample(holders, min(SHOWN_HOLDERS, len(holders)))
         image = held[chosen[0]]
-        holders = [[n, self._address(job, n)] for n in chosen]
-        return {"size_bytes": image.size_bytes, "facts": image.facts, "holders": holders}
+        shown = [[n, self._address(job, n)] for n in chosen]
+        return {"size_bytes": image.size_bytes, "facts": image.facts, "holders": shown}
 
     def _address(self, job: Job, node: str) -> str:
         address = self._nodes[node].address
