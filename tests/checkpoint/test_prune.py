@@ -25,6 +25,7 @@ from tests.checkpoint.support import (
     RecordingChannel,
     checkpointer,
     flip_bit,
+    forget_marks,
     report_of,
     restore_value,
     save_steps,
@@ -107,6 +108,7 @@ def test_a_root_that_is_not_there_has_nothing_to_prune(root: Path) -> None:
 def test_a_tombstoned_checkpoint_is_never_restored(root: Path) -> None:
     newest = save_steps(root, [100, 200])[1]
     PosixRoot(root).put_record(TOMBSTONES, newest.name, b"")
+    forget_marks()
     assert current_step(root) == 100
     assert restore_value(root) == [(100, 100.0)]
 
@@ -186,6 +188,7 @@ def test_what_was_abandoned_stays_so(root: Path) -> None:
     paths = save_steps(root, [200, 300])
     record = QuarantineRecord(checkpoint=paths[1].name, step=300, reason="?", file=None, by_rank=0, time=rfc3339(1))
     write_quarantine(PosixRoot(root), record)
+    forget_marks()
     save_steps(root, [210, 400], cycle=1)
     PosixRoot(root).put_record("pins", paths[1].name, b"{}")
     for cycle, step in ((2, 500), (3, 600), (4, 700)):
