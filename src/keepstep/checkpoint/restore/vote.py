@@ -377,8 +377,8 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source is not task.memory and source.files(life.checkpoint) is None:
-            return None, {"ok": False, "absent": True, "reason": "no such folder"}
+        if source is not task.memory and source.marker(life.checkpoint) is None:
+            return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
         restored = read_checkpoint(source, life.checkpoint, life.parent, want)
         tier = source.tier_read(life.checkpoint) if isinstance(source, MemorySource) else source.tier
         return restored, {"ok": True, "tier": tier}

@@ -66,6 +66,10 @@ class Slots:
             if slot.name == name:
                 slot.kept = step
 
+    def other_than(self, slot: Slot) -> Slot | None:
+        """An idle slot that is not `slot`."""
+        return next((other for other in self.all if other is not slot and not other.busy), None)
+
     def grow(self, slot: Slot, size_bytes: int) -> None:
         """Make room for `size_bytes` in `slot`. Raises StorageError or ChannelError when there is no memory for it."""
         if len(slot) >= size_bytes:
