@@ -2,9 +2,21 @@
 
 EVERY and MEMORY_EVERY: steps between saves and between images in memory. WRAP: "plain" (gradients averaged by hand) or "fsdp".
 HOLD: before this step the ranks of cycle 0 wait for the file `GATE.0`, those of a later cycle for `GATE.CYCLE`; before the last
-step all wait for `GATE`. Each rank writes a ledger of the samples it used; all say digests of the whole state, which is the same
+step all wait for `GATE`. DIE_STAGING: "STEP:CYCLES", rank 1 kills itself in the middle of staging that step's image, in so many
+cycles. With NO_WAIT training goes on while images are kept and written, so that some of them may be left out. Each rank writes a ledger of the samples it used; all say digests of the whole state, which is the same
 on every rank.
 """
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from keepstep.trainer.loader import make_order, mix
+from tests.launcher.harness import Launch
+
+SAMPLES = 400
 
 SCRIPT = """
 import hashlib, json, os, pathlib, signal, time
@@ -13,7 +25,7 @@ import keepstep.trainer as ks
 
 env = os.environ
 EVERY, MEMORY_EVERY, TOTAL = int(env.get("EVERY", "10")), int(env.get("MEMORY_EVERY", "3")), int(env.get("TOTAL", "20"))
-HOLD, WIDTH, SAMPLES = int(env.get("HOLD", "-1")), int(env.get("WIDTH", "8")), int(env.get("SAMPLES", "400"))
+HOLD, WIDTH, SAMPLES = int(env.get("HOLD", "-1")), int(env.get("WIDTH", "8")), 400
 dist.init_process_group("gloo")
 run = ks.init()
 rank, world, cycle = dist.get_rank(), dist.get_world_size(), int(env["KEEPSTEP_CYCLE"])
@@ -32,6 +44,20 @@ ckpt = ks.Checkpointer(
     every_steps=EVERY, memory_every_steps=MEMORY_EVERY or None, rng_on_reshard="reseed",
     memory=None if MEMORY_EVERY else False,
 )
+
+def die_while_staging(at, cycles):
+    from keepstep.checkpoint.torch import state
+    copied, copy = [], state.copy_piece
+    def copy_some(source, piece, room, offset):
+        if run.completed_steps == at and rank == 1 and cycle < cycles:
+            copied.append(piece.key)
+            if len(copied) == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return copy(source, piece, room, offset)
+    state.copy_piece = copy_some
+
+if env.get("DIE_STAGING"):
+    die_while_staging(*map(int, env["DIE_STAGING"].split(":")))
 
 def digest():
     parts = hashlib.sha256()
@@ -67,6 +93,8 @@ while step < TOTAL:
         print(json.dumps({"step": step, "ids": batch}), file=ledger, flush=True)
         print(f"cycle {cycle} step {step} state {digest()}", flush=True)
         ckpt.maybe_save(step)
+        if not env.get("NO_WAIT"):
+            ckpt.wait()
         if step == TOTAL or run.stop_requested:
             break
     if run.stop_requested:
@@ -76,3 +104,34 @@ run.finish()
 print(f"end {step} {digest()}", flush=True)
 dist.destroy_process_group()
 """
+
+
+def digests(launch: Launch, cycle: int) -> dict[int, str]:
+    """Digest of the whole state after each step of a cycle, as far as some rank said it, and of the restored one."""
+    found: dict[int, str] = {}
+    pattern = rf"cycle {cycle} (?:rank \d+ of \d+ restored|step) (\d+) state (\w+)"
+    for step, digest in re.findall(pattern, launch.output):
+        assert found.setdefault(int(step), digest) == digest, f"ranks differ at step {step}"
+    return found
+
+
+def restored(launch: Launch, cycle: int, world: int = 2) -> set[tuple[int, int]]:
+    """Wait until all ranks that this launcher shows have restored; (rank, step) of each."""
+    pattern = rf"cycle {cycle} rank (\d+) of {world} restored (\d+) "
+    launch.wait_line(pattern, count=world)
+    return {(int(rank), int(step)) for rank, step in re.findall(pattern, launch.output)}
+
+
+def check_ledger(folder: Path, begins: dict[int, int], worlds: dict[int, int], total: int) -> None:
+    """Each sample of the order was used once, in its order, by the steps that led to the end. `begins`: the step of each cycle."""
+    steps: dict[int, list[int]] = {}
+    for cycle, begin in begins.items():
+        steps = {step: ids for step, ids in steps.items() if step <= begin}
+        for rank in range(worlds[cycle]):
+            text = (folder / f"ckpt.ledger-c{cycle:04d}-r{rank}").read_text()
+            for line in map(json.loads, text.splitlines()):
+                steps.setdefault(line["step"], []).extend(line["ids"])
+    assert sorted(steps) == list(range(1, total + 1))
+    used = [sample for step in sorted(steps) for sample in steps[step]]
+    order = make_order(SAMPLES, mix(1, 0))
+    assert used == [order(place) for place in range(len(used))]

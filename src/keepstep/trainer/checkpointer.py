@@ -297,7 +297,7 @@ class Checkpointer:
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
             if memory is not None and not durable and (slot := memory.slot_read(life.checkpoint, self._run.rank)):
                 # The next image must not be staged over the only one there is.
-                self._slots.note_kept(slot, life.restored_step)
+                self._stager.slots.note_kept(slot, life.restored_step)
         self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):

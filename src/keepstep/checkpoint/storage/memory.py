@@ -97,7 +97,7 @@ class MemorySource:
             raise VerificationError(f"{name}: is not in memory: {error}") from None
 
     def tier_read(self, folder: str) -> MemoryTier:
-        """The farthest memory that an image of `folder` was read from; its index and marker are on one node only and do not count."""
+        """The farthest memory an image of `folder` was read from. Index and marker, which only one node writes, do not count."""
         far = any(
             read.tier == "peer"
             for (checkpoint, name), read in self.fetched.items()
