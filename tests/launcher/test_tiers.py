@@ -13,7 +13,7 @@ import pytest
 from keepstep.launcher.coordination.journal import read_records
 from tests.launcher.harness import Launch, wait_until
 from tests.launcher.test_memory_runs import opened
-from tests.launcher.tiers_script import SCRIPT, check_ledger, digests, restored
+from tests.launcher.tiers_script import SCRIPT, check_ledger, digests, last_line, restored
 
 Reference = Callable[[str], str]
 
@@ -42,11 +42,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         return known[wrap]
 
     return of
-
-
-def last_line(launch: Launch) -> str:
-    (line,) = set(re.findall(r"^end \d+ \w+$", launch.output, re.M))
-    return line
 
 
 def open_gates(folder: Path, *cycles: int) -> None:

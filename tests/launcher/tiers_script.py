@@ -115,6 +115,12 @@ def digests(launch: Launch, cycle: int) -> dict[int, str]:
     return found
 
 
+def last_line(*launches: Launch) -> str:
+    """The line with which all ranks of a run ended alike."""
+    (line,) = {line for launch in launches for line in re.findall(r"\bend \d+ \w{16}$", launch.output, re.M)}
+    return line
+
+
 def restored(launch: Launch, cycle: int, world: int = 2) -> set[tuple[int, int]]:
     """Wait until all ranks that this launcher shows have restored; (rank, step) of each."""
     pattern = rf"cycle {cycle} rank (\d+) of {world} restored (\d+) "
