@@ -45,8 +45,9 @@ _NUMPY_RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiar
 _NUMPY_SCALAR = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 _TENSOR_V2, _TENSOR_V3 = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
+_BYTES = ("_codecs.encode", "__builtin__.bytes")
 _BUILT = (
-    "torch.Size", "collections.OrderedDict", "collections.Counter", "numpy.ndarray", "numpy.dtype", "_codecs.encode",
+    "torch.Size", "collections.OrderedDict", "collections.Counter", "numpy.ndarray", "numpy.dtype", *_BYTES,
 )  # fmt: skip
 ITEM_NAMES = DTYPE_NAMES.union(
     _STORAGES, _NUMPY_RECONSTRUCT, _NUMPY_SCALAR, (_TENSOR_V2, _TENSOR_V3, _PARAMETER), _BUILT
@@ -157,7 +158,18 @@ def read_record(fd: int, begin: int, length: int, what: str) -> Any:
         if bytes(head) == b"PK\x03\x04":
             return _read_zip(fd, begin, length, what)
         return _read_legacy(fd, begin, length, what)
-    except (struct.error, zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, KeyError) as error:
+    except (
+        struct.error,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        EOFError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # all that a damaged archive makes zipfile and the code here raise
         raise VerificationError(f"{what}: not a torch.save record: {error}") from None
     except OSError as error:
         raise StorageError(f"{what}: cannot read: {error.strerror or error}") from error
@@ -303,6 +315,8 @@ class _Values:
             if meta is not None:
                 ordered._metadata = self._value(meta, depth + 1)  # type: ignore[attr-defined]
             return ordered
+        if node.kind in _BYTES:
+            return _raw(node)
         if node.kind == "collections.Counter":
             return Counter(self._value(node.args[0], depth + 1))
         if node.kind == "torch.Size":
@@ -366,9 +380,12 @@ def _ints(node: Any) -> tuple[int, ...]:
 def _raw(node: Any) -> bytes:
     if type(node) is bytes:
         return node
+    # Protocol 2 has no bytes of its own: they are a text to be encoded, and empty ones a call without arguments.
+    if type(node) is Record and node.kind == "__builtin__.bytes" and not node.args:
+        return b""
     if type(node) is Record and node.kind == "_codecs.encode" and node.args[1] == "latin1":
         return str(node.args[0]).encode("latin-1")
-    raise ValueError("an array without bytes")
+    raise ValueError("no bytes where some should be")
 
 
 # ---- bytes of tensors
