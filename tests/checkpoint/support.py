@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from keepstep.checkpoint.restore.verify import VerifyReport, verify_checkpoint
+from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.records.errors import StorageError
 from keepstep.trainer.channel import Channel, MemoryChannel
@@ -200,7 +201,7 @@ def restore_value(root: Path, *, world_size: int = 1, cycle: int = 1, **options:
 
 def report_of(folder: Path, **options: Any) -> VerifyReport:
     """Verification of `folder` against the local key."""
-    return verify_checkpoint(folder, trusted_key=trusted_public_key(), **options)
+    return verify_checkpoint(open_root(folder.parent), folder.name, trusted_key=trusted_public_key(), **options)
 
 
 def flip_bit(path: Path, offset: int) -> None:

@@ -65,7 +65,7 @@ def _entry(name: FolderName, restored: int, life_ns: int, created_ns: int, scope
         scope=scope,
     )
     manifest = Manifest(files=(), facts=facts, root_digest="", signed=True, digest=name.text)
-    return Listed(name=name, path=Path(name.text), committed=True, manifest=manifest)
+    return Listed(name=name, committed=True, manifest=manifest)
 
 
 class _Disk:

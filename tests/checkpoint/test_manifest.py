@@ -17,6 +17,7 @@ from tests.checkpoint.support import flip_bit, report_of, save_steps
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
 from keepstep.checkpoint.restore.verify import read_manifest, verify_checkpoint
 from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.keys import key_path, public_key_path, signing_key, trusted_public_key
 from keepstep.checkpoint.trust.manifest import Facts, UnsignedError, UntrustedKeyError, parse_manifest, sign_statement
@@ -76,7 +77,7 @@ def test_we_verify_what_the_reference_tool_signed(tmp_path: Path) -> None:
 
 def test_manifest_says_what_was_committed(root: Path) -> None:
     folder = committed(root)
-    manifest = read_manifest(folder, trusted_key=trusted_public_key())
+    manifest = read_manifest(open_root(folder.parent), folder.name, trusted_key=trusted_public_key())
     assert [(file.name, file.size_bytes) for file in manifest.files] == [("a.bin", 250), ("b.bin", 250)]
     assert manifest.signed
     assert manifest.facts is not None
@@ -94,10 +95,10 @@ def test_unsigned_is_accepted_only_where_asked_for(root: Path) -> None:
     folder = committed(root, signed=False)
     assert (folder / MARKER_UNSIGNED).is_file() and not (folder / MARKER_SIGNED).exists()
     with pytest.raises(UnsignedError, match="not signed"):
-        read_manifest(folder, trusted_key=trusted_public_key())
-    assert not read_manifest(folder, trusted_key=None, allow_unsigned=True).signed
+        read_manifest(open_root(folder.parent), folder.name, trusted_key=trusted_public_key())
+    assert not read_manifest(open_root(folder.parent), folder.name, trusted_key=None, allow_unsigned=True).signed
     flip_bit(folder / "a.bin", 3)
-    report = verify_checkpoint(folder, trusted_key=None, allow_unsigned=True)
+    report = verify_checkpoint(open_root(folder.parent), folder.name, trusted_key=None, allow_unsigned=True)
     assert not report.ok and any(error.startswith("a.bin: SHA-256 is ") for error in report.errors)
 
 
@@ -110,13 +111,13 @@ def test_key_of_somebody_else_is_not_trusted(root: Path) -> None:
     forged = sign_statement(statement, ec.generate_private_key(ec.SECP256R1()))
     (folder / MARKER_SIGNED).write_bytes(forged)
     with pytest.raises(UntrustedKeyError, match=r"signed by key [0-9a-f]{16}, trusted is [0-9a-f]{16}"):
-        read_manifest(folder, trusted_key=trusted_public_key())
+        read_manifest(open_root(folder.parent), folder.name, trusted_key=trusted_public_key())
     # Claiming to be our key does not help.
     lie = json.loads(forged)
     lie["verificationMaterial"] = bundle["verificationMaterial"]
     (folder / MARKER_SIGNED).write_text(json.dumps(lie))
     with pytest.raises(VerificationError, match="signature does not match") as caught:
-        read_manifest(folder, trusted_key=trusted_public_key())
+        read_manifest(open_root(folder.parent), folder.name, trusted_key=trusted_public_key())
     assert not isinstance(caught.value, UntrustedKeyError)
 
 

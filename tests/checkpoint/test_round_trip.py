@@ -382,8 +382,9 @@ def test_parents_form_a_chain(root: Path) -> None:
     (third,) = save_steps(root, [3], cycle=1)
     reports = [report_of(path) for path in (first, second, third)]
     from keepstep.checkpoint.restore.verify import read_manifest
+    from keepstep.checkpoint.storage.source import open_root
 
-    facts = [read_manifest(path, trusted_key=None).facts for path in (first, second, third)]
+    facts = [read_manifest(open_root(root), path.name, trusted_key=None).facts for path in (first, second, third)]
     assert [fact and fact.parent for fact in facts] == [None, reports[0].digest, reports[1].digest]
     assert facts[2] is not None and (facts[2].restored_step, facts[2].restored_from) == (2, second.name)
 

@@ -28,13 +28,14 @@ from tests.checkpoint.test_writer_and_keys import file_size_limit
 from tests.disks import small_tmpfs
 
 from keepstep.checkpoint.restore.lineage import list_checkpoints
+from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.trust.keys import key_path
 from keepstep.records.errors import ConfigError, StorageError
 from keepstep.trainer.channel import MemoryChannel
 
 
 def committed(root: Path) -> list[str]:
-    return [entry.name.text for entry in list_checkpoints(root, trusted_key=None) if entry.committed]
+    return [entry.name.text for entry in list_checkpoints(open_root(root), trusted_key=None) if entry.committed]
 
 
 @pytest.fixture
@@ -312,10 +313,10 @@ def test_kill_at_any_moment_never_leaves_a_committed_folder_that_is_not_whole(ro
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=80, env=env)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
-    found = list_checkpoints(root, trusted_key=None)
+    found = list_checkpoints(open_root(root), trusted_key=None)
     whole = [entry for entry in found if entry.committed]
     for entry in whole:
-        report = report_of(entry.path)
+        report = report_of(root / entry.name.text)
         assert report.ok, f"seed {seed}: {report.errors}"
     assert whole, f"seed {seed}"
     assert not (root / ".keepstep" / "quarantine").exists()

@@ -20,6 +20,7 @@ MARKERS = (MARKER_SIGNED, MARKER_UNSIGNED)
 SIDE_FOLDER = ".keepstep"
 QUARANTINE_FOLDER = "quarantine"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
+MAX_MANIFEST_BYTES = 64 << 20
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _FOLDER = re.compile(

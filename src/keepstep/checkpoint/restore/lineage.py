@@ -6,21 +6,22 @@ there is dead history. Within a run, lives are ordered by cycle; between runs, w
 
 from __future__ import annotations
 
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from keepstep.checkpoint.format.layout import FolderName, parse_folder_name
 from keepstep.checkpoint.restore.quarantine import quarantined
-from keepstep.checkpoint.restore.verify import find_marker, read_manifest
-from keepstep.checkpoint.storage.writer import storage_error
+from keepstep.checkpoint.restore.verify import check_marker
+from keepstep.checkpoint.storage.source import Source
 from keepstep.checkpoint.trust.manifest import Facts, Manifest, UnsignedError, UntrustedKeyError
 from keepstep.records.errors import StorageError, VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
+_REQUESTS_AT_ONCE = 16
 
 Distrust = Literal["key", "unsigned"]
 
@@ -34,7 +35,6 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: FolderName
-    path: Path
     committed: bool
     quarantined: bool = False
     manifest: Manifest | None = None
@@ -49,53 +49,63 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_checkpoints(
-    root: Path,
+    source: Source,
     *,
     trusted_key: EllipticCurvePublicKey | None,
     allow_unsigned: bool = False,
     run_id: str | None = None,
 ) -> list[Listed]:
-    """Every checkpoint folder under `root` (of `run_id` only, if given), newest first; an absent root is empty.
+    """Every checkpoint folder of `source` (of `run_id` only, if given), newest first; an absent root is empty.
 
     Markers are read and their signatures checked; data files are not. Raises StorageError when the root cannot be
     listed.
     """
-    try:
-        names = [entry.name for entry in root.iterdir() if entry.is_dir() and not entry.is_symlink()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise storage_error("list", root, error) from error
-    refused = quarantined(root)
-    found = []
-    for text in names:
-        name = parse_folder_name(text)
-        if name is None or (run_id is not None and name.run_id != run_id):
-            continue
-        path = root / text
-        manifest, problem = None, None
-        distrust: Distrust | None = None
-        committed = find_marker(path) is not None
-        if committed:
-            try:
-                manifest = read_manifest(path, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
-            except (VerificationError, StorageError) as error:
-                problem = str(error)
-                if isinstance(error, UntrustedKeyError | UnsignedError):
-                    distrust = "key" if isinstance(error, UntrustedKeyError) else "unsigned"
-        found.append(
-            Listed(
-                name=name,
-                path=path,
-                committed=committed,
-                quarantined=text in refused,
-                manifest=manifest,
-                error=problem,
-                distrust=distrust,
-            )
-        )
+    names = [name for text in source.folders() if (name := parse_folder_name(text)) is not None]
+    names = [name for name in names if run_id is None or name.run_id == run_id]
+    refused = quarantined(source)
+
+    def look(name: FolderName) -> Listed:
+        return _look(source, name, name.text in refused, trusted_key, allow_unsigned)
+
+    # Each marker on an object store is a request of its own; on a disk it is a small file.
+    workers = min(_REQUESTS_AT_ONCE, len(names)) if source.tier in ("object", "peer") else 1
+    if workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="keepstep-list") as pool:
+            found = list(pool.map(look, names))
+    else:
+        found = [look(name) for name in names]
     found.sort(key=lambda listed: listed.name, reverse=True)
     return mark_abandoned(found)
+
+
+def _look(
+    source: Source,
+    name: FolderName,
+    refused: bool,
+    trusted_key: EllipticCurvePublicKey | None,
+    allow_unsigned: bool,
+) -> Listed:
+    """Read and check the marker of one folder; what is wrong with it is said in the entry."""
+    manifest, problem, committed = None, None, True
+    distrust: Distrust | None = None
+    try:
+        marker = source.marker(name.text)
+        if marker is None:
+            committed = False
+        else:
+            manifest = check_marker(name.text, *marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+    except (VerificationError, StorageError) as error:
+        problem = str(error)
+        if isinstance(error, UntrustedKeyError | UnsignedError):
+            distrust = "key" if isinstance(error, UntrustedKeyError) else "unsigned"
+    return Listed(
+        name=name,
+        committed=committed,
+        quarantined=refused,
+        manifest=manifest,
+        error=problem,
+        distrust=distrust,
+    )
 
 
 def mark_abandoned(listed: list[Listed]) -> list[Listed]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, SIDE_FOLDER, quarantine_file
-from keepstep.checkpoint.storage.writer import replace_file, storage_error
+from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER
+from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.records.codec import to_pretty_json
+from keepstep.records.errors import StorageError
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,23 +22,17 @@ class QuarantineRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: str
 
 
-def write_quarantine(root: Path, record: QuarantineRecord) -> Path:
-    """Write `record` durably; returns its path. Raises StorageError."""
-    path = quarantine_file(root, record.checkpoint)
+def write_quarantine(root: Root, record: QuarantineRecord) -> str:
+    """Write `record` durably; returns where it lies. The first record about a checkpoint stays. Raises StorageError."""
+    data = to_pretty_json(record)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error("create", path.parent, error) from error
-    replace_file(path, to_pretty_json(record))
-    return path
+        return root.put_record(QUARANTINE_FOLDER, record.checkpoint, data)
+    except StorageError:
+        if record.checkpoint in quarantined(root):
+            return f"{root.where}: {QUARANTINE_FOLDER}/{record.checkpoint}"
+        raise
 
 
-def quarantined(root: Path) -> frozenset[str]:
-    """Names of the quarantined folders of `root`. A record's presence counts, not its content. Raises StorageError."""
-    folder = root / SIDE_FOLDER / QUARANTINE_FOLDER
-    try:
-        return frozenset(path.name[: -len(".json")] for path in folder.iterdir() if path.name.endswith(".json"))
-    except FileNotFoundError:
-        return frozenset()
-    except OSError as error:
-        raise storage_error("list", folder, error) from error
+def quarantined(source: Source) -> frozenset[str]:
+    """Names of the quarantined folders. A record's presence counts, not its content. Raises StorageError."""
+    return source.record_names(QUARANTINE_FOLDER)

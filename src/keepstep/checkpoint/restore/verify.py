@@ -5,35 +5,42 @@ A reader parses the very buffer whose digest was compared, so nothing can change
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import mmap
 import os
-import stat
-from pathlib import Path
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKERS, parse_folder_name
+from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, parse_folder_name
 from keepstep.checkpoint.format.shard import parse_header
-from keepstep.checkpoint.storage.writer import CHUNK_BYTES, FileFact, Hasher, storage_error
-from keepstep.checkpoint.trust.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from keepstep.checkpoint.storage.readahead import read_ahead, room
+from keepstep.checkpoint.storage.source import Opened, Source
+from keepstep.checkpoint.storage.writer import FileFact
+from keepstep.checkpoint.trust.manifest import Manifest, parse_manifest
 from keepstep.records.errors import VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-_INLINE_BYTES = 1 << 20
+CHUNK_BYTES = 8 << 20
+_AHEAD = {"shm": 1, "disk": 1, "peer": 2, "object": 4}  # chunks being read while one is hashed
 
 
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What verification found about one file; `error` is None when it is as the manifest says."""
+    """What verification found about one file; `error` is None when it is as the manifest says.
+
+    `damaged`: numbers of the blocks that differ, where the file carries block digests and they could tell.
+    """
 
     name: str
     size_bytes: int
     sha256: str
     error: str | None = None
+    damaged: list[int] = []
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,16 +57,9 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileReport]
 
 
-def find_marker(folder: Path) -> str | None:
-    """Name of the commit marker in `folder`, None when the checkpoint is not committed. Signed wins over unsigned."""
-    for marker in MARKERS:
-        if (folder / marker).is_file():
-            return marker
-    return None
-
-
 def read_manifest(
-    folder: Path,
+    source: Source,
+    folder: str,
     *,
     trusted_key: EllipticCurvePublicKey | None,
     allow_unsigned: bool = False,
@@ -70,102 +70,67 @@ def read_manifest(
 
     `expected_digest`: SHA-256 the marker file must have, from somebody who checked its signature.
     """
-    marker = find_marker(folder)
-    if marker is None:
-        raise VerificationError(f"{folder.name}: no manifest, the checkpoint is not committed")
-    data = bytes(_read_whole(folder, marker, None, MAX_MANIFEST_BYTES, expected_digest))
+    found = source.marker(folder)
+    if found is None:
+        raise VerificationError(f"{folder}: no manifest, the checkpoint is not committed")
+    marker, data = found
+    if expected_digest is not None:
+        _compare(marker, hashlib.sha256(data).hexdigest(), expected_digest)
+    return check_marker(folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+
+
+def check_marker(
+    folder: str,
+    marker: str,
+    data: bytes,
+    *,
+    trusted_key: EllipticCurvePublicKey | None,
+    allow_unsigned: bool = False,
+) -> Manifest:
+    """The manifest in `data`, the content of `marker`, which must speak of `folder`. Raises VerificationError."""
     manifest = parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
-    name, facts = parse_folder_name(folder.name), manifest.facts
+    name, facts = parse_folder_name(folder), manifest.facts
     if name is not None:
         if facts is None:
             raise VerificationError(f"{marker}: has no keepstep facts")
         if (facts.run, facts.step, facts.cycle, facts.attempt) != (name.run_id, name.step, name.cycle, name.attempt):
             raise VerificationError(
                 f"{marker}: speaks of run {facts.run} step {facts.step} cycle {facts.cycle} attempt {facts.attempt}, "
-                f"not of {folder.name}"
+                f"not of {folder}"
             )
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(source: Source, folder: str, manifest: Manifest) -> None:
     """Every listed file is there with its size, as a regular file, and nothing else is. Raises VerificationError."""
-    for problem in _file_problems(folder, manifest):
+    for problem in _file_problems(source, folder, manifest):
         raise VerificationError(problem)
 
 
-def _file_problems(folder: Path, manifest: Manifest) -> list[str]:
+def _file_problems(source: Source, folder: str, manifest: Manifest) -> list[str]:
     expected = {file.name: file for file in manifest.files}
-    marker = find_marker(folder)
-    problems = []
-    try:
-        with os.scandir(folder) as entries:
-            found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-    except FileNotFoundError:
-        return [f"{folder.name}: the folder is gone"]
-    except OSError as error:
-        raise storage_error("list", folder, error) from error
-    for name in sorted(set(found) - set(expected) - {marker}):
-        problems.append(f"{name}: is not listed in the manifest")
+    found = source.files(folder)
+    if found is None:
+        return [f"{folder}: the folder is gone"]
+    problems = [f"{name}: is not listed in the manifest" for name in sorted(set(found) - set(expected))]
     for name, file in expected.items():
-        status = found.get(name)
-        if status is None:
+        size = found.get(name)
+        if size is None:
             problems.append(f"{name}: is missing")
-        elif not stat.S_ISREG(status.st_mode):
+        elif size < 0:
             problems.append(f"{name}: is not a regular file")
-        elif file.size_bytes >= 0 and status.st_size != file.size_bytes:
-            problems.append(f"{name}: has {status.st_size} bytes, the manifest says {file.size_bytes}")
+        elif file.size_bytes >= 0 and size != file.size_bytes:
+            problems.append(_size_problem(file, size))
     return problems
 
 
-def _open(folder: Path, name: str) -> tuple[int, int]:
-    """Descriptor and size of a regular file in `folder`; never follows a link, never blocks on a pipe."""
-    try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise VerificationError(f"{name}: is missing") from None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise VerificationError(f"{name}: is not a regular file") from None
-        raise storage_error("open", folder / name, error) from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise VerificationError(f"{name}: is not a regular file")
-    return fd, status.st_size
+def _size_problem(file: FileFact, size_bytes: int) -> str:
+    return f"{file.name}: has {size_bytes} bytes, the manifest says {file.size_bytes}"
 
 
-def _read_whole(
-    folder: Path, name: str, size_bytes: int | None, limit_bytes: int, sha256: str | None = None
-) -> memoryview:
-    fd, actual = _open(folder, name)
-    try:
-        if size_bytes is not None and actual != size_bytes:
-            raise VerificationError(f"{name}: has {actual} bytes, the manifest says {size_bytes}")
-        if actual > limit_bytes:
-            raise VerificationError(f"{name}: {actual} bytes are over the limit of {limit_bytes}")
-        # An anonymous map is page-aligned and goes back to the system as soon as it is dropped.
-        buffer = memoryview(mmap.mmap(-1, actual)) if actual else memoryview(b"")
-        hasher = Hasher() if sha256 is not None and actual > _INLINE_BYTES else None
-        at = 0
-        try:
-            while at < actual:
-                count = os.preadv(fd, [buffer[at : at + CHUNK_BYTES]], at)
-                if count == 0:
-                    raise VerificationError(f"{name}: ends at byte {at}, the manifest says {actual}")
-                if hasher is not None:
-                    hasher.update(buffer[at : at + count])
-                at += count
-            if sha256 is not None:
-                digest = hasher.hexdigest() if hasher is not None else hashlib.sha256(buffer).hexdigest()
-                _compare(name, digest, sha256)
-        finally:
-            if hasher is not None:
-                hasher.close()
-        return buffer
-    except OSError as error:
-        raise storage_error("read", folder / name, error) from error
-    finally:
-        os.close(fd)
+def _check_size(file: FileFact, opened: Opened) -> None:
+    if file.size_bytes >= 0 and opened.size_bytes != file.size_bytes:
+        raise VerificationError(_size_problem(file, opened.size_bytes))
 
 
 def _compare(name: str, digest: str, expected: str) -> None:
@@ -173,84 +138,94 @@ def _compare(name: str, digest: str, expected: str) -> None:
         raise VerificationError(f"{name}: SHA-256 is {digest[:16]}..., the manifest says {expected[:16]}...")
 
 
-def read_verified(folder: Path, file: FileFact) -> memoryview:
+def read_verified(source: Source, folder: str, file: FileFact) -> memoryview:
     """All bytes of `file`, in memory, after their SHA-256 was compared. Raises VerificationError or StorageError."""
-    size = file.size_bytes if file.size_bytes >= 0 else None
-    return _read_whole(folder, file.name, size, 1 << 62, file.sha256)
+    opened = source.open(folder, file.name)
+    try:
+        _check_size(file, opened)
+        buffer, digest = room(opened.size_bytes), hashlib.sha256()
+        with closing(read_ahead(opened, chunk_bytes=CHUNK_BYTES, depth=_AHEAD[source.tier], into=buffer)) as chunks:
+            for chunk in chunks:
+                digest.update(chunk)
+        _compare(file.name, digest.hexdigest(), file.sha256)
+        return buffer
+    finally:
+        opened.close()
 
 
-def check_file(folder: Path, file: FileFact) -> None:
+def check_file(
+    source: Source, folder: str, file: FileFact, *, progress: Callable[[int], None] = lambda _: None
+) -> None:
     """Compare size and SHA-256 of `file` without holding it in memory; check a shard's header too.
 
-    Raises VerificationError or StorageError.
+    `progress` is told the number of bytes of each chunk that was hashed. Raises VerificationError or StorageError.
     """
-    fd, actual = _open(folder, file.name)
+    opened = source.open(folder, file.name)
     try:
-        if file.size_bytes >= 0 and actual != file.size_bytes:
-            raise VerificationError(f"{file.name}: has {actual} bytes, the manifest says {file.size_bytes}")
-        digest, at = hashlib.sha256(), 0
-        buffer = bytearray(min(CHUNK_BYTES, max(actual, 1)))
-        head = b""
-        while count := os.preadv(fd, [buffer], at):
-            digest.update(memoryview(buffer)[:count])
-            if at == 0:
-                head = bytes(buffer[:count])
-            at += count
+        _check_size(file, opened)
+        digest, head = hashlib.sha256(), b""
+        with closing(read_ahead(opened, chunk_bytes=CHUNK_BYTES, depth=_AHEAD[source.tier])) as chunks:
+            for chunk in chunks:
+                digest.update(chunk)
+                if not head and file.name.endswith(".safetensors"):
+                    head = bytes(chunk)
+                progress(len(chunk))
         _compare(file.name, digest.hexdigest(), file.sha256)
         if file.name.endswith(".safetensors"):
-            _check_header(fd, file.name, head, actual)
-    except OSError as error:
-        raise storage_error("read", folder / file.name, error) from error
+            _check_header(opened, file.name, head)
     finally:
-        os.close(fd)
+        opened.close()
 
 
-def _check_header(fd: int, name: str, head: bytes, size_bytes: int) -> None:
+def _check_header(opened: Opened, name: str, head: bytes) -> None:
     need = 8 + int.from_bytes(head[:8], "little")
-    if len(head) < need <= size_bytes and need <= 8 + 100_000_000:
-        head = os.pread(fd, need, 0)  # a header longer than the first chunk; its bytes were hashed a moment ago
-    parse_header(head, size_bytes, name)
+    if len(head) < need <= opened.size_bytes and need <= 8 + 100_000_000:
+        longer = bytearray(need)  # a header longer than the first chunk; its bytes were hashed a moment ago
+        opened.read_into(memoryview(longer), 0)
+        head = bytes(longer)
+    parse_header(head, opened.size_bytes, name)
 
 
 def verify_checkpoint(
-    folder: Path,
+    source: Source,
+    folder: str,
     *,
     trusted_key: EllipticCurvePublicKey | None,
     allow_unsigned: bool = False,
+    jobs: int | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
     """Verify all of `folder` and say everything that differs; never raises VerificationError.
 
-    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one). Raises
-    StorageError when something cannot be read at all.
+    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one). `jobs` files are
+    hashed at once (default: one for each usable core); `progress` is told the number of bytes of each chunk that was
+    hashed, by one thread at a time. Raises StorageError when something cannot be read at all.
     """
+    marker = None
     try:
-        manifest = read_manifest(folder, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+        found = source.marker(folder)
+        if found is None:
+            raise VerificationError(f"{folder}: no manifest, the checkpoint is not committed")
+        marker, data = found
+        manifest = check_marker(folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
     except VerificationError as error:
         return VerifyReport(
-            checkpoint=folder.name,
+            checkpoint=folder,
             ok=False,
-            signed=find_marker(folder) == MARKER_SIGNED,
+            signed=marker == MARKER_SIGNED,
             step=None,
             key_sha256=None,
             digest=None,
             errors=[str(error)],
             files=[],
         )
-    errors = _file_problems(folder, manifest)
+    errors = _file_problems(source, folder, manifest)
     if manifest.facts is not None and INDEX_NAME not in {file.name for file in manifest.files}:
         errors.append(f"{INDEX_NAME}: is not listed in the manifest")
-    files = []
-    for file in manifest.files:
-        problem = None
-        try:
-            check_file(folder, file)
-        except VerificationError as error:
-            problem = str(error)
-            if problem not in errors:
-                errors.append(problem)
-        files.append(FileReport(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256, error=problem))
+    files = _check_all(source, folder, manifest.files, jobs, progress)
+    errors += [report.error for report in files if report.error is not None and report.error not in errors]
     return VerifyReport(
-        checkpoint=folder.name,
+        checkpoint=folder,
         ok=not errors,
         signed=manifest.signed,
         step=manifest.facts.step if manifest.facts else None,
@@ -259,3 +234,34 @@ def verify_checkpoint(
         errors=errors,
         files=files,
     )
+
+
+def _check_all(
+    source: Source, folder: str, files: Collection[FileFact], jobs: int | None, progress: Callable[[int], None]
+) -> list[FileReport]:
+    """A report on each of `files`, in their order. The largest begin first, so that none is left alone at the end."""
+    lock = threading.Lock()
+
+    def tell(count: int) -> None:
+        with lock:
+            progress(count)
+
+    def check(file: FileFact) -> FileReport:
+        problem = None
+        try:
+            check_file(source, folder, file, progress=tell)
+        except VerificationError as error:
+            problem = str(error)
+        return FileReport(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256, error=problem)
+
+    workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(files)))
+    with ThreadPoolExecutor(workers, thread_name_prefix="keepstep-verify") as pool:
+        futures = {
+            file.name: pool.submit(check, file)
+            for file in sorted(files, key=lambda file: file.size_bytes, reverse=True)
+        }
+        try:
+            return [futures[file.name].result() for file in files]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

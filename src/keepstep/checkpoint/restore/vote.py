@@ -21,6 +21,7 @@ from keepstep.checkpoint.format.shard import parse_header
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
 from keepstep.checkpoint.restore.verify import check_files, read_manifest, read_verified
+from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.trust.keys import key_path, signing_key
 from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.records.codec import rfc3339
@@ -112,7 +113,9 @@ def verification_key(unsigned: bool) -> EllipticCurvePublicKey | None:
 def _lead(task: Restore, fresh_start: bool) -> tuple[Life, Restored | None]:
     try:
         trusted = verification_key(task.unsigned)
-        found = list_checkpoints(task.root, trusted_key=trusted, allow_unsigned=task.unsigned, run_id=task.only_run)
+        found = list_checkpoints(
+            open_root(task.root), trusted_key=trusted, allow_unsigned=task.unsigned, run_id=task.only_run
+        )
         made_ns = [entry.manifest.facts.created_ns for entry in found if entry.manifest and entry.manifest.facts]
         # A clock that was set back must not make this life look older than what it restores.
         started_ns = max([time.time_ns(), *(created + 1 for created in made_ns)])
@@ -189,7 +192,7 @@ def _propose(task: Restore, life: Life, entry: Listed, rejected: list[_Rejected]
         if vote.get("absent"):
             # The others see the folder: this host's mount is at fault, and the checkpoint is not to be blamed for it.
             raise StorageError(
-                f"rank {rank} cannot see {entry.path}: {vote['reason']}; is the checkpoint root mounted there?"
+                f"rank {rank} cannot see {task.root / entry.name.text}: {vote['reason']}; is the checkpoint root mounted there?"
             )
     task.channel.set(f"restore/{number}/result", {"ok": not refusals})
     if not refusals:
@@ -228,7 +231,7 @@ def _reject(
 
 def _quarantine(task: Restore, record: QuarantineRecord) -> None:
     try:
-        write_quarantine(task.root, record)
+        write_quarantine(open_root(task.root), record)
     except StorageError as error:  # a root that is read-only can still be restored from
         print(f"keepstep: {error}", file=sys.stderr, flush=True)
 
@@ -293,8 +296,9 @@ def read_checkpoint(folder: Path, manifest_digest: str | None, rank: int) -> Res
     """
     from keepstep.checkpoint.torch.state import rebuild
 
-    manifest = read_manifest(folder, trusted_key=None, allow_unsigned=True, expected_digest=manifest_digest)
-    check_files(folder, manifest)
+    source, text = open_root(folder.parent), folder.name
+    manifest = read_manifest(source, text, trusted_key=None, allow_unsigned=True, expected_digest=manifest_digest)
+    check_files(source, text, manifest)
     facts, files = manifest.facts, {file.name: file for file in manifest.files}
     if facts is None or INDEX_NAME not in files:
         raise VerificationError(f"{INDEX_NAME}: is not listed in the manifest")
@@ -302,13 +306,13 @@ def read_checkpoint(folder: Path, manifest_digest: str | None, rank: int) -> Res
     if set(files) != {INDEX_NAME, *names} or len(names) != facts.world:
         raise VerificationError(f"{folder.name}: the manifest does not list one file for each of {facts.world} ranks")
     data_bytes = sum(files[name].size_bytes for name in names)
-    index = parse_index(read_verified(folder, files[INDEX_NAME]), INDEX_NAME, data_bytes=data_bytes)
+    index = parse_index(read_verified(source, text, files[INDEX_NAME]), INDEX_NAME, data_bytes=data_bytes)
     if index.world != facts.world:
         raise VerificationError(f"{INDEX_NAME}: speaks of {index.world} ranks, the manifest of {facts.world}")
     assembly = Assembly(index)
     own = None
     for writer, name in enumerate(names):
-        data = read_verified(folder, files[name])
+        data = read_verified(source, text, files[name])
         spans = parse_header(data, len(data), name)
         assembly.add(writer, data, spans, name)
         if writer == rank:

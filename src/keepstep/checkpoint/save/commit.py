@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED, SIDE_FOLDER, FolderName
-from keepstep.checkpoint.storage.writer import FileFact, fsync_folder, replace_file, storage_error
+from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED, FolderName
+from keepstep.checkpoint.storage.posix import PosixRoot
+from keepstep.checkpoint.storage.writer import FileFact, replace_file
 from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
@@ -19,24 +20,10 @@ from keepstep.records.errors import StorageError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-_MAX_TRIES = 1000
-
 
 def make_folder(root: Path, name: FolderName) -> Path:
     """Create a new, durable folder for `name` under `root`, numbered when an older try exists. Raises StorageError."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for retry in range(_MAX_TRIES):
-            path = root / FolderName(name.step, name.cycle, name.attempt, retry, name.run_id).text
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            fsync_folder(root)
-            return path
-    except OSError as error:
-        raise storage_error("create a checkpoint folder in", root, error) from error
-    raise storage_error("create a checkpoint folder in", root, FileExistsError(17, f"{_MAX_TRIES} tries exist"))
+    return root / PosixRoot(root).make_folder(name)
 
 
 def writer_facts(
@@ -78,23 +65,13 @@ def commit(
 ) -> Manifest:
     """Publish `folder`: sign (unless `key` is None) and put the marker in place, durably.
 
-    All `files` must be written and fsynced already. The marker is first written beside the folder, in the root's side
-    folder, so that the committed folder never holds anything but the listed files. `may_publish` is asked last and raises
-    StorageError when it must not be. Raises StorageError; then nothing is published.
+    All `files` must be written and fsynced already. `may_publish` is asked last and raises StorageError when it must not
+    be. Raises StorageError; then nothing is published.
     """
     marker = MARKER_UNSIGNED if key is None else MARKER_SIGNED
     statement = build_statement(folder.name, files, facts, marker=marker)
     data = statement if key is None else sign_statement(statement, key)
-    side = folder.parent / SIDE_FOLDER
-    try:
-        side.mkdir(exist_ok=True)
-    except OSError as error:
-        raise storage_error("create", side, error) from error
-    fsync_folder(folder)
-    may_publish()
-    # From here on the folder is complete but for its marker; a reader sees all of it or no checkpoint.
-    replace_file(folder / marker, data, temp=side / f"{folder.name}.{os.getpid()}.marker")
-    fsync_folder(folder.parent)
+    PosixRoot(folder.parent).publish(folder.name, marker, data, may_publish=may_publish)
     return parse_manifest(
         data, marker, trusted_key=None if key is None else key.public_key(), allow_unsigned=key is None
     )

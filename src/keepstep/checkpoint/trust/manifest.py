@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, MARKERS, is_plain_file_name
+from keepstep.checkpoint.format.layout import (
+    MARKER_SIGNED,
+    MARKER_UNSIGNED,
+    MARKERS,
+    MAX_MANIFEST_BYTES,
+    is_plain_file_name,
+)
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.keys import public_pem
 from keepstep.records.codec import to_json
@@ -24,7 +30,6 @@ from keepstep.records.errors import VerificationError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 
-MAX_MANIFEST_BYTES = 64 << 20
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
