@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.format.boxes import runs, tiling_problem
+from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.format.pickles import parse_pickle
 from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, import_dcp

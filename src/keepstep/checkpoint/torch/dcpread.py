@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.checkpoint.format.boxes import runs, tiling_problem
+from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.layout import is_plain_file_name
 from keepstep.checkpoint.format.pickles import Global, Record, parse_pickle
