@@ -26,7 +26,7 @@ class Payload:
         return Path.touch, (self.canary,)
 
 
-def save_dcp(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+def save_dcp(state: dict[str, Any], folder: Path | None, **options: Any) -> Path | None:
     """`dcp.save` in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that nothing is distributed

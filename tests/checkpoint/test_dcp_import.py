@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.runs import runs, tiling_problem
+from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.format.pickles import parse_pickle
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, import_dcp
 from keepstep.checkpoint.torch.dcpread import METADATA_NAMES, read_dcp
 from keepstep.checkpoint.torch.saved import ITEM_NAMES, read_record
@@ -54,7 +56,7 @@ PLAIN = st.recursive(
 
 def run_import(source: Path, root: Path, **options: Any) -> Imported:
     """Import as step 7 of run "old"."""
-    return import_dcp(source, root, FolderName(7, 0, 1, 0, "old"), signing_key(), ImportOptions(**options))
+    return import_dcp(source, PosixRoot(root), FolderName(7, 0, 1, 0, "old"), signing_key(), ImportOptions(**options))
 
 
 def restored(root: Path, names: list[str], world_size: int = 1) -> list[dict[str, Any]]:
@@ -136,7 +138,7 @@ def test_every_value_comes_back_the_same(tmp_path: Path, root: Path, cut: Any) -
     source = save_dcp(state, tmp_path / "dcp", **options)
     done = run_import(source, root)
     assert done.manifest.signed
-    assert report_of(done.path).ok
+    assert report_of(root / done.folder).ok
     same(state, restored(root, list(state))[0])
 
 
@@ -390,10 +392,10 @@ def test_a_tiling_is_told_from_an_overlap(data: Any) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         offsets = tuple(data.draw(st.integers(0, dim - 1)) for dim in shape)
         sizes = tuple(data.draw(st.integers(1, dim - at)) for dim, at in zip(shape, offsets, strict=True))
-        boxes.append((offsets, sizes))
+        boxes.append(Box(offsets, sizes))
     count = numpy.zeros(shape, dtype=int)
-    for offsets, sizes in boxes:
-        count[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+    for box in boxes:
+        count[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
     assert (tiling_problem(shape, boxes) is None) == bool((count == 1).all())
 
 

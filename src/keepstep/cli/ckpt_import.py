@@ -17,7 +17,7 @@ _STEP = re.compile(r"(?:step|iter|iteration|global_step)[-_=]?0*([0-9]{1,18})", 
 
 @click.command("import")
 @click.argument("dcp_dir", metavar="DCP_DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.argument("root", metavar="ROOT", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("root", metavar="ROOT")
 @click.option("--run-id", default="import", show_default=True, help="Run that the checkpoint is filed under.")
 @click.option(
     "--step", type=click.IntRange(0), help="Training step; default: the number in DCP_DIR's name (step-1200)."
@@ -32,7 +32,7 @@ _STEP = re.compile(r"(?:step|iter|iteration|global_step)[-_=]?0*([0-9]{1,18})", 
 @output_option
 def import_command(
     dcp_dir: Path,
-    root: Path,
+    root: str,
     run_id: str,
     step: int | None,
     world: int,
@@ -50,6 +50,7 @@ def import_command(
     JSON is `keepstep.import/1`: checkpoint, step, world, tensors, size_bytes, seconds, signed, notes.
     """
     from keepstep.checkpoint.format.layout import FolderName, check_run_id
+    from keepstep.checkpoint.storage.source import open_root
     from keepstep.checkpoint.torch.dcpimport import ImportOptions, import_dcp
     from keepstep.checkpoint.trust.keys import signing_key
 
@@ -58,13 +59,15 @@ def import_command(
         raise ConfigError(f"{dcp_dir}: its name tells no step; give --step N")
     number = step if step is not None else int(found[1]) if found else 0
     name = FolderName(number, 0, 1, 0, check_run_id(run_id))
+    target = open_root(root)
     begin_s = time.monotonic()
     options = ImportOptions(world=world, wrap=wrap, digit_keys=digit_keys, check_crc=not no_crc)
-    done = import_dcp(dcp_dir, root, name, None if unsigned else signing_key(), options)
+    done = import_dcp(dcp_dir, target, name, None if unsigned else signing_key(), options)
     seconds = time.monotonic() - begin_s
+    place = f"{target.where}/{done.folder}"
     record = {
         "schema": "keepstep.import/1",
-        "checkpoint": str(done.path),
+        "checkpoint": place,
         "step": number,
         "world": world,
         "tensors": done.tensors,
@@ -76,11 +79,11 @@ def import_command(
     lines = [
         f"imported step {number}: {done.tensors} tensors, {done.size_bytes / 1e9:.3f} GB in {seconds:.1f} s",
         *(f"note: {note}" for note in done.notes),
-        str(done.path),
+        place,
     ]
     emit(
         record,
         output,
         table=lambda console, _wide: console.print("\n".join(lines), markup=False, soft_wrap=True),
-        name=lambda _record: str(done.path),
+        name=lambda _record: place,
     )

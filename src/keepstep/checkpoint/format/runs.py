@@ -1,10 +1,12 @@
-"""Boxes of a tensor: an offset and a size in each dimension, and where their elements lie in row-major order."""
+"""Where the elements of a box lie in the row-major bytes of its tensor, and whether boxes cover a tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from keepstep.checkpoint.format.boxes import Box, overlap
 
 
 class Run(NamedTuple):
@@ -52,37 +54,25 @@ def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> 
             return
 
 
-def overlap(
-    a_offsets: Sequence[int], a_sizes: Sequence[int], b_offsets: Sequence[int], b_sizes: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of what two boxes share, None when that is nothing."""
-    begin = tuple(max(a, b) for a, b in zip(a_offsets, b_offsets, strict=True))
-    end = tuple(min(a + m, b + n) for a, m, b, n in zip(a_offsets, a_sizes, b_offsets, b_sizes, strict=True))
-    if any(low >= high for low, high in zip(begin, end, strict=True)):
-        return None
-    return begin, tuple(high - low for low, high in zip(begin, end, strict=True))
-
-
-def tiling_problem(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Why `boxes` (offsets, sizes) do not cover a tensor of `shape` exactly once; None when they do."""
-    volume = 0
-    for offsets, sizes in boxes:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return f"a chunk has {len(offsets)} dimensions, the tensor {len(shape)}"
-        for offset, size, dim in zip(offsets, sizes, shape, strict=True):
+def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover a tensor of `shape` exactly once; None when they do."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            return f"a chunk has {len(box.offsets)} dimensions, the tensor {len(shape)}"
+        for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > dim:
-                return f"the chunk at {list(offsets)} of {list(sizes)} lies outside of {list(shape)}"
-        volume += math.prod(sizes)
+                return f"the chunk at {list(box.offsets)} of {list(box.sizes)} lies outside of {list(shape)}"
+    volume = sum(box.elements for box in boxes)
     if volume != math.prod(shape):
         return f"its chunks hold {volume} elements, the tensor has {math.prod(shape)}"
     if not shape:
         return None if len(boxes) == 1 else f"{len(boxes)} chunks of a scalar"
     # With the right volume inside the bounds, no overlap means that every element is covered. Sweep along dimension 0.
-    active: list[tuple[Sequence[int], Sequence[int]]] = []
-    for offsets, sizes in sorted((box for box in boxes if math.prod(box[1])), key=lambda box: tuple(box[0])):
-        active = [box for box in active if box[0][0] + box[1][0] > offsets[0]]
+    active: list[Box] = []
+    for box in sorted((box for box in boxes if box.elements), key=lambda box: box.offsets):
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
         for other in active:
-            if overlap(offsets, sizes, other[0], other[1]) is not None:
-                return f"the chunks at {list(other[0])} and {list(offsets)} overlap"
-        active.append((offsets, sizes))
+            if overlap(other, box) is not None:
+                return f"the chunks at {list(other.offsets)} and {list(box.offsets)} overlap"
+        active.append(box)
     return None

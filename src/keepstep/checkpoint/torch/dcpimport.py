@@ -8,42 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from keepstep.checkpoint.format.index import (
-    BLOB_NAME,
-    FileLayout,
-    Index,
-    RankValues,
-    check_state_name,
-    file_layout,
-)
-from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
-from keepstep.checkpoint.format.plan import TensorMeta
-from keepstep.checkpoint.format.shard import build_header, file_order
-from keepstep.checkpoint.format.values import TAG, encode, join
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
-from keepstep.checkpoint.storage.stream import stream_file
-from keepstep.checkpoint.storage.writer import write_file
+from keepstep.checkpoint.format.image import tensor_table
+from keepstep.checkpoint.format.index import RNG_ABSENT, Index, RankValues, check_state_name
+from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName
+from keepstep.checkpoint.format.plan import Piece, Plan, TensorMeta
+from keepstep.checkpoint.format.values import TAG, encode
+from keepstep.checkpoint.save.commit import commit, writer_facts
+from keepstep.checkpoint.save.streamed import Part, put_image
+from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.torch.dcpread import (
     DcpCheckpoint,
-    Keys,
     SavedMeta,
     read_dcp,
     read_item,
     read_tensor,
     tensor_bytes,
 )
+from keepstep.checkpoint.torch.nest import DigitKeys, nest
 from keepstep.checkpoint.torch.saved import SavedArray, SavedScalar, SavedSize, SavedTensor
 from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.records.errors import ConfigError
-
-RNG_ABSENT = "absent"
-"""Key that stands in place of a rank's random state when there never was one; its value says why."""
-
-DigitKeys = Literal["int", "str"]
 
 
 class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +46,7 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
     """A committed import: its folder, manifest, number of tensors, bytes of tensors, notes about what was decided."""
 
-    path: Path
+    folder: str
     manifest: Manifest
     tensors: int
     size_bytes: int
@@ -83,10 +71,21 @@ class State(NamedTuple):
 
     tensors: dict[str, TensorMeta]
     values: dict[str, Any]
-    sources: dict[str, Callable[[], Iterator[bytes | memoryview]]]
+    sources: dict[str, Callable[[], Iterator[Part]]]
+
+    def bytes_of(self, piece: Piece) -> Iterator[Part]:
+        """Bytes of a piece of a tensor."""
+        at = 0
+        for part in self.sources[piece.name]():
+            begin, end = max(piece.begin - at, 0), min(piece.end - at, len(part))
+            if begin < end:
+                yield part[begin:end]
+            at += len(part)
+            if at >= piece.end:
+                break
 
 
-def import_dcp(source: Path, root: Path, name: FolderName, key: Any, options: ImportOptions) -> Imported:
+def import_dcp(source: Path, root: Root, name: FolderName, key: Any, options: ImportOptions) -> Imported:
     """Write the DCP checkpoint in folder `source` as checkpoint `name` under `root`, signed with `key` (None: unsigned).
 
     At most one saved chunk (or one tensor whose chunks are interleaved) is in memory at a time. Raises ConfigError for
@@ -95,10 +94,16 @@ def import_dcp(source: Path, root: Path, name: FolderName, key: Any, options: Im
     """
     saved = read_dcp(source)
     state, notes = describe(saved, options)
-    folder = make_folder(root, name)
-    files = [_write_rank(folder, state, rank, options.world, source.name) for rank in range(options.world)]
+    why = f"imported from {source.name}, which holds no random state of ranks"
+    blob = msgspec.json.encode(RankValues(tensors={}, values={"rng": {RNG_ABSENT: why}}))
+    plan = Plan(state.tensors, (), options.world)
+    folder = root.make_folder(name)
+    files = [
+        put_image(root, folder, rank, options.world, tensor_table(plan, {}, rank), blob, state.bytes_of)
+        for rank in range(options.world)
+    ]
     index = Index(world=options.world, tensors=state.tensors, aliases={}, values=state.values)
-    files.append(write_file(folder / INDEX_NAME, [msgspec.json.encode(index)]))
+    files.append(root.put_file(folder, INDEX_NAME, [msgspec.json.encode(index)]))
     facts = writer_facts(
         name,
         world=options.world,
@@ -109,34 +114,9 @@ def import_dcp(source: Path, root: Path, name: FolderName, key: Any, options: Im
         scope=name.run_id,
         life_started_ns=0,
     )
-    manifest = commit(folder, files, facts, key)
+    manifest = commit(root, folder, files, facts, key)
     size = sum(meta.size_bytes for meta in state.tensors.values())
-    return Imported(path=folder, manifest=manifest, tensors=len(state.tensors), size_bytes=size, notes=tuple(notes))
-
-
-def _write_rank(folder: Path, state: State, rank: int, world: int, source: str) -> Any:
-    why = f"imported from {source}, which holds no random state of ranks"
-    blob = msgspec.json.encode(RankValues(tensors={}, values={"rng": {RNG_ABSENT: why}}))
-    layout = file_layout(state.tensors, {}, len(blob), rank, world)
-    header = build_header(layout.entries, {"format": "pt"})
-    size = len(header) + sum(entry.size_bytes for entry in layout.entries.values())
-    return stream_file(folder / rank_file_name(rank, world), _parts(header, layout, blob, state), size)
-
-
-def _parts(header: bytes, layout: FileLayout, blob: bytes, state: State) -> Iterator[bytes | memoryview]:
-    yield header
-    for name in file_order(layout.entries):
-        if name == BLOB_NAME:
-            yield blob
-            continue
-        piece, at = layout.pieces[name], 0
-        for part in state.sources[name]():
-            begin, end = max(piece.begin - at, 0), min(piece.end - at, len(part))
-            if begin < end:
-                yield part[begin:end]
-            at += len(part)
-            if at >= piece.end:
-                break
+    return Imported(folder=folder, manifest=manifest, tensors=len(state.tensors), size_bytes=size, notes=tuple(notes))
 
 
 # ---- the nested state
@@ -155,7 +135,7 @@ def describe(saved: DcpCheckpoint, options: ImportOptions) -> tuple[State, list[
     if options.wrap is not None:
         nested = {options.wrap: nested}
     tensors: dict[str, TensorMeta] = {}
-    sources: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {}
+    sources: dict[str, Callable[[], Iterator[Part]]] = {}
 
     def leaf(value: Any, path: str) -> dict[str, Any] | None:
         if isinstance(value, SavedScalar):
@@ -198,7 +178,7 @@ def _with_file(value: Any, file: str) -> Any:
 
 def _source(
     saved: DcpCheckpoint, value: _Whole | _Inner, path: str, check_crc: bool
-) -> tuple[TensorMeta, Callable[[], Iterator[bytes | memoryview]]]:
+) -> tuple[TensorMeta, Callable[[], Iterator[Part]]]:
     if isinstance(value, _Whole):
         meta: SavedMeta = saved.tensors[value.key]
         return TensorMeta(dtype=meta.dtype, shape=meta.shape), lambda: tensor_bytes(
@@ -209,79 +189,3 @@ def _source(
     if isinstance(inner, SavedArray):
         return described, lambda: iter([inner.data])
     return described, lambda: iter([read_tensor(saved.folder, path, file, inner, check_crc=check_crc)])
-
-
-class _Branch(dict[Any, Any]):
-    """A dict or list of the nested state that is being put together; its keys are those of DCP's paths."""
-
-
-def nest(
-    leaves: dict[str, Any], paths: dict[str, Keys], digit_keys: DigitKeys | None, notes: list[str]
-) -> dict[str, Any]:
-    """The nested state whose items are `leaves`, placed by `paths` (a key without one lies at the top).
-
-    What had to be decided is added to `notes`. Raises ConfigError when two items claim one place, a list has holes, or
-    keys look like numbers and neither the state nor `digit_keys` says whether they were.
-    """
-    root = _Branch()
-    for key, value in leaves.items():
-        path = paths.get(key, (key,))
-        at: Any = root
-        for part in path[:-1]:
-            at = at.setdefault(part, _Branch()) if type(at) is _Branch else None
-        if type(at) is not _Branch or path[-1] in at:
-            raise ConfigError(f"{key!r}: its place {path!r} in the state is taken by another item")
-        at[path[-1]] = value
-    unclear: list[str] = []
-    nested = _grown(root, "", {}, unclear, digit_keys, notes)
-    if unclear:
-        raise ConfigError(
-            f"keys under {', '.join(sorted(unclear)[:5])} look like numbers, and DCP does not record whether they were; "
-            "say --digit-keys int or --digit-keys str"
-        )
-    if type(nested) is not dict:
-        raise ConfigError("the saved state is no dict with names")
-    return nested
-
-
-def _grown(
-    branch: Any, path: str, known: dict[str, Any], unclear: list[str], digit_keys: DigitKeys | None, notes: list[str]
-) -> Any:
-    """The list or dict that `branch`, at `path`, stands for. `known`: what texts of its keys were."""
-    if type(branch) is not _Branch:
-        return branch
-    if all(type(key) is int for key in branch):
-        if sorted(branch) != list(range(len(branch))):
-            raise ConfigError(f"list {path!r} has holes: DCP keeps no empty dict, so items of it are lost")
-        return [_grown(branch[at], join(path, at), {}, unclear, digit_keys, notes) for at in range(len(branch))]
-    result: dict[Any, Any] = {}
-    numbers: dict[str, Any] = {}
-    if "param_groups" in branch:
-        groups = _grown(branch["param_groups"], join(path, "param_groups"), {}, unclear, digit_keys, notes)
-        numbers = _parameters(groups)
-        if numbers and "state" not in branch:
-            branch = _Branch({"state": _Branch({}), **branch})
-            notes.append(f"{path or 'the state'}: an optimizer without state (DCP keeps no empty dict)")
-    if any(_is_number(key) and key not in known for key in branch) and digit_keys is None:
-        unclear.append(path or "the top")
-    for key, value in branch.items():
-        name = known.get(key, int(key) if digit_keys == "int" and _is_number(key) else key)
-        inner = numbers if key == "state" else {}
-        place = join(path, key) if path else str(key)
-        # An optimizer's state may be empty, which no other branch can be: nothing leads to an empty one.
-        result[name] = {} if value == {} else _grown(value, place, inner, unclear, digit_keys, notes)
-    return result
-
-
-def _parameters(groups: Any) -> dict[str, Any]:
-    """Keys of an optimizer's state by their text, from the groups that list them; empty when these are no such groups."""
-    if type(groups) is not list or not all(
-        type(group) is dict and type(group.get("params")) is list for group in groups
-    ):
-        return {}
-    return {str(key): key for group in groups for key in group["params"] if type(key) in (int, str)}
-
-
-def _is_number(key: Any) -> bool:
-    """True for a text that an int key would have become."""
-    return type(key) is str and key.lstrip("-").isdecimal() and str(int(key)) == key

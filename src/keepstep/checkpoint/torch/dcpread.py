@@ -20,11 +20,13 @@ from typing import Any
 
 import msgspec
 
-from keepstep.checkpoint.format.runs import runs, tiling_problem
+from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.layout import is_plain_file_name
 from keepstep.checkpoint.format.pickles import Global, Record, parse_pickle
+from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.writer import storage_error
+from keepstep.checkpoint.torch.nest import Keys
 from keepstep.checkpoint.torch.saved import DTYPE_NAMES, DTYPES, SavedTensor, load_storage, read_record, row_major
 from keepstep.records.errors import ConfigError, VerificationError
 
@@ -43,9 +45,6 @@ METADATA_NAMES = DTYPE_NAMES.union((f"{_META}.{name}" for name in _CLASSES), _OT
 
 MAX_METADATA_BYTES = 4 << 30
 _RANK_METADATA = re.compile(r"__([0-9]{1,7})\.metadata")
-
-Keys = tuple[str | int, ...]
-"""Keys that lead to an item of the nested state."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -112,7 +111,7 @@ def read_dcp(folder: Path) -> DcpCheckpoint:
     for part in parts:
         _merge(folder, part, tensors, values, paths)
     for key, meta in tensors.items():
-        problem = tiling_problem(meta.shape, [(chunk.offsets, chunk.sizes) for chunk in meta.chunks])
+        problem = tiling_problem(meta.shape, [Box(chunk.offsets, chunk.sizes) for chunk in meta.chunks])
         if problem is not None:
             raise VerificationError(f"{folder.name}: tensor {key!r}: {problem}")
     return DcpCheckpoint(folder=folder, tensors=tensors, values=values, paths=paths)

@@ -1,0 +1,94 @@
+"""`keepstep ckpt export`: a checkpoint of ours as files that other tools read."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import click
+
+from keepstep.cli.output import emit, output_option
+from keepstep.records.errors import ConfigError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SIZE = re.compile(r"([0-9]{1,15})\s*([KMGT]I?B)?", re.IGNORECASE)
+
+
+def _bytes(_context: click.Context, parameter: click.Parameter, text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    size = int(match[1]) * _UNITS.get((match[2] or "").upper(), 0) if match else 0
+    if size < 1:
+        raise ConfigError(f"--shard-bytes {text!r}: give bytes, or a number with KB, MB, GB, MiB or GiB")
+    return size
+
+
+@click.command("export")
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--to", "form", type=click.Choice(["safetensors", "dcp"]), required=True, help="Form to write.")
+@click.option("--state", metavar="NAME", help="safetensors: only the tensors of this state, under their names in it.")
+@click.option("--shard-bytes", default="5GB", show_default=True, callback=_bytes, help="safetensors: size of a file.")
+@click.option("--trust-key", type=click.Path(path_type=Path, dir_okay=False), help="Public key (PEM) to check with.")
+@click.option("--unsigned", is_flag=True, help="Accept a checkpoint that is not signed.")
+@output_option
+def export_command(
+    checkpoint: str,
+    out: Path,
+    form: str,
+    state: str | None,
+    shard_bytes: int,
+    trust_key: Path | None,
+    unsigned: bool,
+    output: str,
+) -> None:
+    """Write the checkpoint folder CHECKPOINT (a path or URL) to the new folder OUT.
+
+    dcp: what torch.distributed.checkpoint loads. safetensors: model-00001-of-0000N.safetensors and their index. The signature
+    and every byte that is written are verified; OUT is removed again when anything differs, and is never written over.
+
+    JSON is `keepstep.export/1`: checkpoint, to, out, files, tensors, size_bytes, seconds, notes.
+    """
+    from keepstep.checkpoint.restore.contents import open_contents
+    from keepstep.checkpoint.restore.vote import verification_key
+    from keepstep.checkpoint.storage.source import open_root
+    from keepstep.checkpoint.torch.export import export_dcp, export_safetensors
+    from keepstep.checkpoint.trust.keys import load_public_key
+
+    if form == "dcp" and state is not None:
+        raise ConfigError("--state goes with --to safetensors; a DCP checkpoint holds all states")
+    where, _, folder = checkpoint.rstrip("/").rpartition("/")
+    source = open_root(where or ("/" if checkpoint.startswith("/") else "."))
+    key = verification_key(unsigned) if trust_key is None else load_public_key(trust_key)
+    begin_s = time.monotonic()
+    contents = open_contents(source, folder, trusted_key=key, allow_unsigned=unsigned)
+    try:
+        if form == "dcp":
+            done = export_dcp(contents, out)
+        else:
+            done = export_safetensors(contents, out, state=state, shard_bytes=shard_bytes)
+    finally:
+        contents.close()
+    seconds = time.monotonic() - begin_s
+    record = {
+        "schema": "keepstep.export/1",
+        "checkpoint": checkpoint,
+        "to": form,
+        "out": str(out),
+        "files": done.files,
+        "tensors": done.tensors,
+        "size_bytes": done.size_bytes,
+        "seconds": round(seconds, 3),
+        "notes": done.notes,
+    }
+    lines = [
+        f"exported {done.tensors} tensors, {done.size_bytes / 1e9:.3f} GB to {len(done.files)} files in {seconds:.1f} s",
+        *(f"note: {note}" for note in done.notes),
+        str(out),
+    ]
+    emit(
+        record,
+        output,
+        table=lambda console, _wide: console.print("\n".join(lines), markup=False, soft_wrap=True),
+        name=lambda _record: str(out),
+    )
