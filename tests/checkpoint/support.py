@@ -26,6 +26,7 @@ class Decision(msgspec.Struct, frozen=True):
     save: bool = False
     stop: bool = False
     why: str = ""
+    keep: bool = False
 
 
 class RecordingChannel(MemoryChannel):
@@ -61,6 +62,7 @@ class FakeRun:
         self.world_size = world_size
         self.channel = channel
         self.propose_save: Callable[[int], bool] | None = None
+        self.propose_keep: Callable[[int], bool] | None = None
         self.checkpointers: list[Any] = []
         self.decisions: dict[int, Decision] = {}
         self.restored: int | None = None
@@ -69,6 +71,9 @@ class FakeRun:
 
     def decision_at(self, step: int) -> Decision | None:
         return self.decisions.get(step)
+
+    def agree(self, key: str, value: Any) -> Any:
+        return self.channel.cas(key, value)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -152,7 +157,7 @@ def run_ranks(world_size: int, body: Callable[[int], Any], *, limit_s: float = 6
 
 def checkpointer(root: Path, state: dict[str, Any], run: FakeRun, **options: Any) -> Checkpointer:
     """A Checkpointer with short time limits."""
-    return Checkpointer(root, state, run=run, **{"timeout_s": 20.0, **options})
+    return Checkpointer(root, state, run=run, **{"timeout_s": 20.0, "writer": "thread", **options})
 
 
 def save_steps(root: Path, steps: list[int], *, world_size: int = 1, cycle: int = 0, **options: Any) -> list[Path]:

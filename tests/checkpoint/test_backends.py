@@ -59,8 +59,7 @@ def make_end(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             yield agent
             server.shutdown()
             thread.join()
-            for fd in server.buffers.values():
-                os.close(fd)
+            server.memory.close()
     for channel in made:
         channel.close()
 

@@ -16,7 +16,8 @@ from tests.checkpoint.support import flip_bit, report_of, save_steps
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
 from keepstep.checkpoint.restore.verify import read_manifest, verify_checkpoint
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.keys import key_path, public_key_path, signing_key, trusted_public_key
@@ -33,9 +34,10 @@ def facts() -> Facts:
 
 
 def committed(root: Path, *, signed: bool = True) -> Path:
-    folder = make_folder(root, NAME)
+    place = PosixRoot(root)
+    folder = root / place.make_folder(NAME)
     files = [write_file(folder / name, [name.encode() * 50]) for name in ("b.bin", "a.bin")]
-    commit(folder, files, facts(), signing_key() if signed else None)
+    commit(place, folder.name, files, facts(), signing_key() if signed else None)
     return folder
 
 

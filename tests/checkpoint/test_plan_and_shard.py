@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
-from keepstep.checkpoint.format.plan import StoredTensor, TensorMeta, pieces_by_rank, plan_digest, stored
+from keepstep.checkpoint.format.plan import Piece, Plan, StoredTensor, TensorMeta, plan_digest, stored
 from keepstep.checkpoint.format.shard import build_header, file_order, parse_header
 from keepstep.records.errors import VerificationError
+
+
+def pieces_by_rank(tensors: dict[str, TensorMeta], world_size: int) -> list[list[Piece]]:
+    plan = Plan(tensors, (), world_size)
+    return [plan.pieces(rank) for rank in range(world_size)]
+
 
 metas = st.builds(
     TensorMeta,
@@ -69,7 +75,7 @@ def test_reference_library_reads_our_files(tmp_path: Path) -> None:
         name: StoredTensor(codes[name], tuple(value.shape), value.numel() * value.element_size())
         for name, value in values.items()
     }
-    header = build_header(entries, {"format": "pt"})
+    header = build_header({name: entries[name] for name in file_order(entries)}, {"format": "pt"})
     assert len(header) % 4096 == 0
     body = b"".join(bytes(values[name].reshape(-1).view(torch.uint8).tolist()) for name in file_order(entries))
     path = tmp_path / "x.safetensors"

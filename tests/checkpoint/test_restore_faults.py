@@ -28,8 +28,9 @@ from tests.checkpoint.support import (
 
 from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord
-from keepstep.checkpoint.restore.vote import read_checkpoint
-from keepstep.checkpoint.torch.state import set_rng_state
+from keepstep.checkpoint.storage.posix import PosixRoot
+from keepstep.checkpoint.torch.read import Want, read_checkpoint
+from keepstep.checkpoint.torch.rng import set_rng_state
 from keepstep.checkpoint.trust.keys import key_path, signing_key
 from keepstep.checkpoint.trust.manifest import sign_statement
 from keepstep.records.errors import ChannelError, RefuseToStartError, StorageError, VerificationError
@@ -135,7 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "index.json: a value refers to pickle",
     ),
     "signed index with a huge tensor": (_edit_index(_bigger), "index.json"),
-    "signed index without the tensor": (_edit_index(lambda i: i.update(tensors={})), SHARD),
+    "signed index without the tensor": (_edit_index(lambda i: i.update(tensors={})), "index.json"),
     "signed index of another world": (_edit_index(lambda i: i.update(world=2)), "index.json"),
     "signed index, unknown schema": (_edit_index(lambda i: i.update(schema="keepstep.index/9")), "index.json"),
     "signed index, alias to nowhere": (_edit_index(lambda i: i.update(aliases={"x": "y"})), "index.json"),
@@ -319,7 +320,8 @@ def test_other_hosts_need_no_key(root: Path) -> None:
     (folder,) = save_steps(root, [10], world_size=2)
     digest = report_of(folder).digest
     key_path().unlink()
-    read_checkpoint(folder, digest, 1)
+    want = Want(state={"w": torch.zeros(1), "loader": Loader(1)}, per_rank=frozenset({"loader"}), rank=1, world_size=2)
+    read_checkpoint(PosixRoot(root), folder.name, digest, want)
     assert not key_path().exists(), "reading needs no key"
     with pytest.raises(VerificationError, match=MARKER_SIGNED):
-        read_checkpoint(folder, "00" * 32, 1)
+        read_checkpoint(PosixRoot(root), folder.name, "00" * 32, want)

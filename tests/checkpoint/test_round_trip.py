@@ -229,16 +229,6 @@ def test_what_cannot_be_saved_is_named(root: Path, bad: Any) -> None:
     ckpt.close()
 
 
-def test_sharded_tensors_are_refused_by_name(root: Path) -> None:
-    class DTensor(torch.Tensor):
-        """Stands for torch's class of this name, which needs a process group to be made."""
-
-    ckpt = checkpointer(root, {"model": {"w": DTensor([1.0])}}, FakeRun(MemoryChannel()))
-    ckpt.restore()
-    with pytest.raises(ConfigError, match=r"model/w.*sharded"):
-        ckpt.save(1)
-
-
 def test_arguments_are_checked(root: Path) -> None:
     run = FakeRun(MemoryChannel())
     cases: list[tuple[dict[str, Any], str]] = [

@@ -198,11 +198,13 @@ def operator_exclude(node: str) -> Event:
     return "", m.Operator(id=next(_ids), what="exclude", run_id="run-1", node=node, reason="looks tired")
 
 
-def training(cycle: int, steps: int, places: Places, commit: int | None = None, restored: int = 0) -> list[Event]:
-    """The ranks of a cycle start, restore and train `steps` steps."""
+def training(
+    cycle: int, steps: int, places: Places, commit: int | None = None, restored: int = 0, source: str = "disk"
+) -> list[Event]:
+    """The ranks of a cycle start, restore (`source`: from where) and train `steps` steps."""
     base = 1_000 * (cycle + 1)
     lead = next(iter(places))
-    source = "disk" if restored else "none"
+    source = source if restored else "none"
     events = [started(node, cycle, ranks) for node, ranks in places.items()]
     events += [note(n, cycle, r, "attached", base + 200 + r) for n, ranks in places.items() for r in ranks]
     events.append(note(lead, cycle, 0, "restored", base + 240, step=restored, source=source))

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.launcher.node.ranklink import MAX_BUFFERS, MAX_REASON_CHARS, RankServer, StagingBuffers
+from keepstep.checkpoint.exchange import HighWater
+from keepstep.launcher.node.images import MAX_FACTS_BYTES, NodeImages
+from keepstep.launcher.node.ranklink import MAX_REASON_CHARS, RankServer
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError
 from keepstep.trainer.channel import ABSENT, AgentChannel
@@ -27,6 +29,7 @@ class Host:
     """The agent's part: one set of keys, and what it was told."""
 
     run_id = "job7"
+    images: NodeImages
 
     def __init__(self) -> None:
         self.cycle = 2
@@ -58,7 +61,18 @@ class Host:
                     error.result = {"missing": missing}  # type: ignore[attr-defined]
                     raise error
                 return {"values": {k: self.keys[k] for k in request["keys"]}}
+            case "mark_get":
+                return {"mark": self.keys.get(request["root_id"])}
+            case "mark_set":
+                self.keys[request["root_id"]] = {k: request[k] for k in ("step", "cycle", "digest")}
+                return {}
         return {"granted": True}
+
+    async def fetch(self, checkpoint: str, file: str) -> tuple[dict[str, Any], int]:
+        held = self.images.open(checkpoint, file)
+        if held is None:
+            raise ChannelError("in the memory of no node")
+        return {"size_bytes": held[1].size_bytes, "tier": "shm", "facts": held[1].facts}, held[0]
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
         self.reports.append((cycle, rank, kind, fields))
@@ -78,7 +92,8 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.host = Host()
         self.path = folder / "agent.sock"
-        self.server = RankServer(self.path, self.host)
+        self.images = self.host.images = NodeImages()
+        self.server = RankServer(self.path, self.host, self.images)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -107,6 +122,7 @@ class Served:
 
         self.call(rest())
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.images.close()
         self.thread.join()
         self.loop.close()
 
@@ -319,26 +335,85 @@ class TestBuffers:
             )
             assert ask(sock, {"op": "get", "key": "k"})["ok"]
 
-    def test_a_rank_has_so_many_and_no_more(self) -> None:
-        buffers = StagingBuffers()
-        try:
-            for n in range(MAX_BUFFERS):
-                buffers.get(0, f"b{n}", 1)
-            with pytest.raises(ValueError, match=f"rank 0 has {MAX_BUFFERS} buffers already"):
-                buffers.get(0, "one more", 1)
-            assert buffers.get(0, "b0", 1) == buffers.get(0, "b0", 1)
-            buffers.get(0, "b0", 2)
-            buffers.get(1, "another rank", 1)
-        finally:
-            buffers.close()
 
-    def test_closing_gives_the_memory_back(self) -> None:
-        before = sorted(os.listdir("/proc/self/fd"))
-        buffers = StagingBuffers()
-        buffers.get(0, "a", 4096)
-        buffers.get(0, "a", 8192)
-        buffers.close()
-        assert sorted(os.listdir("/proc/self/fd")) == before
+class TestMemory:
+    NAME = "job7-step-00000005-c0002-a0000"
+
+    def test_what_a_rank_kept_is_found_by_any_rank_of_a_later_cycle(self, served: Served) -> None:
+        first = served.channel(rank=1)
+        fd = first.buffer("slot", 8192)
+        os.pwrite(fd, b"image", 0)
+        os.close(fd)
+        assert first.keep("slot", self.NAME, "rank-1", 5, {"step": 5}) is True
+        first.close()
+        served.host.cycle = 3
+        other = served.channel(rank=0, cycle=3)
+        got = other.fetch(self.NAME, "rank-1")
+        try:
+            assert (got.size_bytes, got.tier, got.facts) == (5, "shm", {"step": 5})
+            assert os.pread(got.fd, 5, 0) == b"image"
+            with pytest.raises(OSError):
+                os.pwrite(got.fd, b"x", 0)
+            with pytest.raises(PermissionError):
+                mmap.mmap(got.fd, 8192)
+        finally:
+            os.close(got.fd)
+        other.close()
+
+    def test_a_fetch_of_what_nobody_holds_is_refused_and_the_connection_stays(self, served: Served) -> None:
+        channel = served.channel()
+        with pytest.raises(ChannelError, match="fetch was refused: in the memory of no node"):
+            channel.fetch(self.NAME, "rank-1")
+        channel.set("k", 1)
+        assert channel.get("k") == 1
+        channel.close()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"buffer": "other"},
+            {"size_bytes": 8193},
+            {"size_bytes": 0},
+            {"checkpoint": "../x"},
+            {"file": ".hidden"},
+            {"file": "a/b"},
+            {"facts": {"x": "y" * MAX_FACTS_BYTES}},
+        ],
+    )
+    def test_what_cannot_be_kept_is_refused_and_the_connection_stays(
+        self, change: dict[str, Any], served: Served
+    ) -> None:
+        good = {"op": "keep", "buffer": "slot", "checkpoint": self.NAME, "file": "f", "size_bytes": 8, "facts": {}}
+        with served.connect() as sock:
+            sock.sendall(frames.pack({"op": "buffer", "name": "slot", "size_bytes": 8192}))
+            reply, fds = frames.recv_frame_with_fds(sock)
+            os.close(fds[0])
+            assert reply["ok"]
+            assert not ask(sock, {**good, **change})["ok"]
+            assert served.images.images() == []
+            assert ask(sock, good) == {"ok": True, "kept": True}
+            assert ask(sock, {"op": "unkeep", "buffer": "slot"}) == {"ok": True}
+        assert served.images.images() == []
+
+    def test_no_descriptor_stays_behind_in_the_agent(self, served: Served) -> None:
+        channel = served.channel()
+        os.close(channel.buffer("slot", 4096))
+        channel.keep("slot", self.NAME, "f", 8, {})
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            os.close(channel.buffer("slot", 4096))
+            os.close(channel.fetch(self.NAME, "f").fd)
+        # The last reply may still be on its way out of the handler.
+        channel.set("k", 1)
+        assert len(os.listdir("/proc/self/fd")) == before
+        channel.close()
+
+    def test_high_water_marks_pass_through(self, served: Served) -> None:
+        channel = served.channel()
+        assert channel.mark_get("root") is None
+        channel.mark_set("root", HighWater(step=5, cycle=2, digest="ab" * 32))
+        assert channel.mark_get("root") == HighWater(step=5, cycle=2, digest="ab" * 32)
+        channel.close()
 
 
 def test_a_socket_left_by_an_earlier_agent_is_replaced(tmp_path: Path) -> None:

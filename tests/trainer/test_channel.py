@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from keepstep.checkpoint.exchange import Fetched, HighWater, KeptSet, NoStoreError
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError
 from keepstep.trainer.channel import (
@@ -24,10 +26,10 @@ from keepstep.trainer.channel import (
     Channel,
     MemoryChannel,
     StoreChannel,
-    memory_buffer,
     open_channel,
     scoped,
 )
+from keepstep.trainer.ownmemory import OwnMemory
 
 
 class AgentServer(socketserver.ThreadingUnixStreamServer):
@@ -41,7 +43,8 @@ class AgentServer(socketserver.ThreadingUnixStreamServer):
         self.keys = MemoryChannel()
         self.reports: list[tuple[int, str, dict[str, Any]]] = []
         self.hellos: list[dict[str, Any]] = []
-        self.buffers: dict[str, int] = {}
+        self.memory = OwnMemory()
+        self.marks: dict[str, dict[str, Any]] = {}
         self.granting = True
         super().__init__(str(path), _AgentHandler)
 
@@ -90,17 +93,47 @@ class _AgentHandler(socketserver.BaseRequestHandler):
             self.server.reports.append((rank, request["kind"], request["fields"]))
         elif op == "grant":
             reply["granted"] = self.server.granting
-        elif op == "buffer":
-            fd = memory_buffer(request["name"], request["size_bytes"])
-            self.server.buffers[request["name"]] = fd
-            data = frames.pack({"ok": True, "size_bytes": request["size_bytes"]})
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-            sent = sock.sendmsg([data], rights)
-            sock.sendall(data[sent:])
+        elif op in ("buffer", "fetch", "keep", "unkeep", "kept"):
+            self.answer_memory(sock, op, request)
             return
+        elif op == "mark_get":
+            reply["mark"] = self.server.marks.get(request["root_id"])
+        elif op == "mark_set":
+            self.server.marks[request["root_id"]] = {k: request[k] for k in ("step", "cycle", "digest")}
         else:
             reply = {"ok": False, "error": f"unknown op {op!r}"}
         sock.sendall(frames.pack(reply))
+
+    def answer_memory(self, sock: socket.socket, op: str, request: dict[str, Any]) -> None:
+        memory = self.server.memory
+        arguments = {k: v for k, v in request.items() if k not in ("op", "after")}
+        reply: dict[str, Any] = {"ok": True}
+        fds = array.array("i")
+        try:
+            if op == "buffer":
+                fds.append(memory.buffer(**arguments))
+            elif op == "fetch":
+                got = memory.fetch(**arguments)
+                fds.append(got.fd)
+                reply |= {"size_bytes": got.size_bytes, "tier": got.tier, "facts": got.facts}
+            elif op == "keep":
+                reply["kept"] = memory.keep(**arguments)
+            elif op == "unkeep":
+                memory.unkeep(**arguments)
+            elif "checkpoint" in request:
+                files = [f for f in memory.kept_files(request["checkpoint"]) if f.file > request["after"]]
+                # A page is as short as can be here, so that every listing needs several.
+                shown = [{k: v for k, v in msgspec.to_builtins(f).items() if k != "checkpoint"} for f in files[:1]]
+                reply |= {"files": shown, "more": len(files) > 1}
+            else:
+                reply["sets"] = msgspec.to_builtins(memory.kept())
+        except ChannelError as error:
+            reply = {"ok": False, "error": str(error)}
+        data = frames.pack(reply)
+        sent = sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [])
+        sock.sendall(data[sent:])
+        for fd in fds:
+            os.close(fd)
 
 
 @pytest.fixture
@@ -111,8 +144,7 @@ def agent(tmp_path: Path) -> Iterator[AgentServer]:
         yield server
         server.shutdown()
         thread.join()
-        for fd in server.buffers.values():
-            os.close(fd)
+        server.memory.close()
 
 
 def _agent_client(server: AgentServer, rank: int, **options: Any) -> AgentChannel:
@@ -270,6 +302,105 @@ def test_buffer_is_shared_memory_of_the_asked_size(ends: Ends) -> None:
     os.close(bigger)
 
 
+FOLDER, NEWER = "job7-step-00000005-c0002-a0000", "job7-step-00000010-c0002-a0000"
+
+
+def _stage(channel: Channel, name: str, data: bytes) -> None:
+    fd = channel.buffer(name, 4096)
+    os.pwrite(fd, data, 0)
+    os.close(fd)
+
+
+def _read(got: Fetched) -> bytes:
+    try:
+        return os.pread(got.fd, got.size_bytes, 0)
+    finally:
+        os.close(got.fd)
+
+
+def test_what_was_kept_is_listed_and_fetched(ends: Ends) -> None:
+    channel = ends.end(0)
+    assert channel.kept() == []
+    for number in range(3):
+        _stage(channel, f"slot-{number}", b"image %d" % number)
+        facts = {"step": 5, "rank": number, "deep": {"a": [1, None]}}
+        assert channel.keep(f"slot-{number}", FOLDER, f"rank-{number}", 7, facts) is True
+    _stage(channel, "small", b"{}")
+    channel.keep("small", NEWER, "index.json", 2, {})
+    one = KeptSet(checkpoint=FOLDER, files=3, size_bytes=21, facts={"step": 5, "deep": {"a": [1, None]}})
+    assert channel.kept() == [KeptSet(checkpoint=NEWER, files=1, size_bytes=2), one]
+    assert [(f.file, f.size_bytes, f.tier, f.facts["rank"]) for f in channel.kept_files(FOLDER)] == [
+        (f"rank-{n}", 7, "shm", n) for n in range(3)
+    ]
+    assert channel.kept_files("job7-step-00000099-c0002-a0000") == []
+    got = channel.fetch(FOLDER, "rank-2")
+    assert (got.size_bytes, got.tier, got.facts["rank"]) == (7, "shm", 2)
+    assert not os.get_inheritable(got.fd)
+    with pytest.raises(OSError):
+        os.pwrite(got.fd, b"x", 0)
+    assert _read(got) == b"image 2"
+
+
+@pytest.mark.parametrize("ends", ["memory", "agent"], indirect=True)
+def test_a_buffer_that_is_overwritten_is_listed_no_more(ends: Ends) -> None:
+    channel = ends.end(0)
+    _stage(channel, "slot", b"one")
+    channel.keep("slot", FOLDER, "f", 3, {"n": 1})
+    channel.keep("slot", FOLDER, "f", 3, {"n": 2})
+    assert [f.facts for f in channel.kept_files(FOLDER)] == [{"n": 2}]
+    channel.unkeep("slot")
+    channel.unkeep("slot")
+    channel.unkeep("never made")
+    assert channel.kept() == []
+    with pytest.raises(ChannelError, match=FOLDER):
+        channel.fetch(FOLDER, "f")
+    channel.keep("slot", FOLDER, "f", 3, {})
+    os.close(channel.buffer("slot", 8192))
+    assert channel.kept() == [], "another size is other memory"
+
+
+@pytest.mark.parametrize("ends", ["memory", "agent"], indirect=True)
+def test_what_cannot_be_kept_is_refused(ends: Ends) -> None:
+    channel = ends.end(0)
+    with pytest.raises(ChannelError, match="slot"):
+        channel.keep("slot", FOLDER, "f", 1, {})
+    _stage(channel, "slot", b"x")
+    for checkpoint, file, size in ((FOLDER, "f", 4097), (FOLDER, "f", 0), ("x", "f", 1), (FOLDER, "../f", 1)):
+        with pytest.raises(ChannelError):
+            channel.keep("slot", checkpoint, file, size, {})
+    assert channel.kept() == []
+
+
+@pytest.mark.parametrize("ends", ["memory", "agent"], indirect=True)
+def test_a_scope_has_the_same_memory_and_marks(ends: Ends) -> None:
+    channel = ends.end(0)
+    inner = scoped(channel, "ckpt-1")
+    _stage(inner, "slot", b"one")
+    assert inner.keep("slot", FOLDER, "f", 3, {})
+    assert inner.kept() == channel.kept() != []
+    assert inner.kept_files(FOLDER) == channel.kept_files(FOLDER)
+    assert _read(inner.fetch(FOLDER, "f")) == b"one"
+    inner.unkeep("slot")
+    assert channel.kept() == []
+    if not isinstance(channel, AgentChannel):
+        with pytest.raises(NoStoreError):
+            inner.mark_get("root")
+
+
+def test_high_water_marks_need_a_launcher(ends: Ends) -> None:
+    channel = ends.end(0)
+    mark = HighWater(step=5, cycle=2, digest="ab" * 32)
+    if isinstance(channel, AgentChannel):
+        assert channel.mark_get("root") is None
+        channel.mark_set("root", mark)
+        assert channel.mark_get("root") == mark
+        return
+    with pytest.raises(NoStoreError, match="no launcher"):
+        channel.mark_get("root")
+    with pytest.raises(NoStoreError, match="no launcher"):
+        channel.mark_set("root", mark)
+
+
 def test_reports_and_grants(ends: Ends) -> None:
     channel = ends.end(3)
     channel.report("ckpt_block", {"step": 1, "begin_ns": 5, "end_ns": 6})
@@ -312,7 +443,10 @@ def test_agent_learns_who_reports_and_keeps_the_buffer(agent: AgentServer) -> No
     with mmap.mmap(fd, 4096) as view:
         view[:4] = b"data"
     os.close(fd)
-    assert os.pread(agent.buffers["stage"], 4, 0) == b"data", "the agent's copy outlives the rank's"
+    channel.keep("stage", FOLDER, "rank-3", 4, {})
+    got = agent.memory.fetch(FOLDER, "rank-3")
+    assert os.pread(got.fd, 4, 0) == b"data", "the agent's copy outlives the rank's"
+    os.close(got.fd)
     agent.granting = False
     assert channel.grant("folder", 5) is False
     channel.close()

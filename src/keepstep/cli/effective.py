@@ -177,6 +177,7 @@ def _job_fields(ctx: click.Context, flags: dict[str, Any], standalone: bool) -> 
         "last_call_s": conf.last_call_s,
         "is_host": conf.is_host,
         "gang_check": flags["gang_check"],
+        "memory_tier": flags["memory_tier"] or ("peer" if nnodes > 1 else "node"),
     }
 
 

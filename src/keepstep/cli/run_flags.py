@@ -157,6 +157,12 @@ OWN_JOB_FLAGS: list[Decorator[Any]] = [
         show_default=True,
         help="Test the nodes' bandwidth before the first cycle, after nodes changed, or both.",
     ),
+    _flag(
+        "--memory-tier",
+        type=click.Choice(["off", "node", "peer"]),
+        default=None,
+        help="Checkpoints in memory: none, this node's, or also a copy on another [default: peer with several nodes].",
+    ),
     _flag("--topology", default=None, metavar="FILE", help="Levels (block, leaf, NVLink domain) of all nodes."),
     _flag("--token-file", default=None, metavar="FILE", help="Job token [default: $KEEPSTEP_JOB_TOKEN]."),
     _flag(

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import msgspec
 
 from keepstep.records.codec import to_json
+from keepstep.records.cycle import DURABLE
 from keepstep.records.timeline import Mark, MarkKind
 
 CycleKey = tuple[int, int]
@@ -26,7 +27,6 @@ LIFE_KINDS = frozenset(
 )
 """Marks that tell where a cycle stands; the others are facts beside it."""
 
-_DURABLE_SOURCES = frozenset({"disk", "object"})
 UNKNOWN_CAUSE = "unknown"
 
 
@@ -148,7 +148,7 @@ def _facts_of(key: CycleKey, marks: Sequence[Mark]) -> CycleFacts:
         cycle=key[1],
         opened_ns=opened,
         restored_step=None if restored is None else int_attr(restored, "step"),
-        durable_restore=restored is not None and restored.attrs.get("source") in _DURABLE_SOURCES,
+        durable_restore=restored is not None and restored.attrs.get("source") in DURABLE,
         first_count=first,
         completed=max(known, default=None) if trained else None,
         steps_ns=steps_ns,

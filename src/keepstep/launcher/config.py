@@ -72,6 +72,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     gang_check: str = "off"
     """When the nodes' all-reduce bandwidth is tested in a cycle of its own: "off", "first" (before the first cycle), "swap" (after
     nodes changed) or "always" (both)."""
+    memory_tier: str = "node"
+    """What memory keeps of checkpoints: "off", "node" (what ranks keep survives them), "peer" (another node copies it as well)."""
     node_rank: int | None = None
     """Place of this node in rank order when all nodes give one and nothing is known of the topology; None: not given."""
     is_host: bool | None = None

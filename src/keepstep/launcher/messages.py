@@ -178,9 +178,71 @@ class GetCycle(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
     """Ask for the rank map of the current cycle: {node_spans, spare_nodes, scatter}."""
 
 
+class HeldImage(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """One file of a checkpoint in a node's memory. `facts` is for ranks; `copy`: it was written on another node."""
+
+    checkpoint: str
+    file: str
+    size_bytes: int
+    facts: msgspec.Raw
+    copy: bool = False
+
+
+class KeepNote(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="keep_note"):
+    """What this node's memory holds of checkpoints changed. Not journaled: after a reconnect the agent tells all of it again."""
+
+    whole: bool = False
+    """What was known of this node before is out of date."""
+    address: str = ""
+    """Where its images can be had: unix:PATH, or :PORT at the address under which others reach it."""
+    added: list[HeldImage] = []
+    removed: list[tuple[str, str]] = []
+    """(checkpoint, file) each."""
+
+
+class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_kept"):
+    """What do the job's nodes hold in memory? Answered with {sets}, the newest checkpoints; with `checkpoint`: {files, more}.
+
+    A page of files begins after the name `after`. See coordination/holdings.py for the fields.
+    """
+
+    checkpoint: str = ""
+    after: str = ""
+
+
+class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them in random order; or {holders: []}."""
+
+    checkpoint: str
+    file: str
+
+
+class HighWater(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The newest committed checkpoint of a root: `digest` is its manifest's."""
+
+    step: int
+    cycle: int
+    digest: str
+
+
+class MarkGet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_get"):
+    """The high-water mark of a checkpoint root: {mark: HighWater or null}."""
+
+    root_id: str
+
+
+class MarkSet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_set"):
+    """Raise it; journaled before the answer. A lower step is refused unless `rebase` says why it may go back."""
+
+    root_id: str
+    mark: HighWater
+    rebase: str = ""
+
+
 FromAgent = (
     Hello | Started | Fault | Stopped | Note | KvSet | KvGet | KvWait | Grant
     | StopRequest | WorkloadRequest | Operator | Beat | GetCycle
+    | KeepNote | GetKept | Locate | MarkGet | MarkSet
 )  # fmt: skip
 
 
@@ -260,6 +322,14 @@ class AskStop(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True,
     signum: int
 
 
+class CopyImages(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="copy_images"):
+    """Hold copies of these images of another node, all of one checkpoint; a later one of these replaces what was not begun."""
+
+    node: str
+    address: str
+    images: list[HeldImage]
+
+
 class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     """The job is over; the verdict file is durable. Exit with this code."""
 
@@ -271,4 +341,4 @@ class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     first_failing_rank: int | None = None
 
 
-FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | End
+FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | CopyImages | End

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 from keepstep.launcher.ranks.rankmain import libc_prctl
@@ -135,6 +136,16 @@ def kernel_stack(pid: int) -> str:
         if text and text != "0":
             return text
     return ""
+
+
+def listens(path: str) -> bool:
+    """Whether somebody accepts connections at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 def available_memory_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
@@ -40,7 +40,15 @@ RECOVERY_TIMES = {
 """Names of recovery times after the marks they are taken from; a fault adds "fault" and "detected"."""
 
 RestoredFrom = Literal["shm", "peer", "disk", "object", "none"]
+"""Memory of the node, memory of another node, a file system, an object store, or nothing."""
+DURABLE = frozenset({"disk", "object"})
+"""Those that outlive the job's nodes."""
 Recovery = Literal["in_process", "respawn", "spare", "checkpoint"]
+
+
+def restored_from(source: object) -> RestoredFrom:
+    """The `source` of a `restored` mark, as records name it; "none" for anything that is no tier."""
+    return cast(RestoredFrom, source) if source in get_args(RestoredFrom) else "none"
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):

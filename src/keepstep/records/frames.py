@@ -12,7 +12,19 @@ Requests (`op`):
   wait   {keys, timeout_s}                -> {values} or error "timeout" with {missing}
   report {kind, fields}                   -> {}          a mark for the timeline (times in CLOCK_MONOTONIC ns of this host)
   grant  {checkpoint, step}               -> {granted}   may this checkpoint be published? journaled before the answer
-  buffer {name, size_bytes}               -> {size_bytes} plus one memfd as SCM_RIGHTS; the agent keeps it alive
+  buffer {name, size_bytes}               -> {size_bytes} plus one memfd as SCM_RIGHTS; the agent keeps it alive, and gives the
+                                             same memory again for the same rank, name and size, in every cycle
+  keep   {buffer, checkpoint, file, size_bytes, facts} -> {kept}  the first bytes of this buffer are this file of this checkpoint
+                                             folder; it replaces what the buffer held. `facts`: JSON of at most 2 KiB; with
+                                             `fingerprint` in it (checkpoint/format/fingerprint.py) other nodes may have it
+  unkeep {buffer}                         -> {}          it is about to be overwritten: it is listed no more
+  kept   {}                               -> {sets: [{checkpoint, files, size_bytes, copied, facts}]}  newest checkpoints in the
+                                             memories of the job's nodes; `copied`: files that two nodes or more hold
+  kept   {checkpoint, after}              -> {files: [{file, size_bytes, facts, nodes, tier}], more}  a page of its files, those
+                                             whose names come after `after`; tier "shm" (this node's) or "peer"
+  fetch  {checkpoint, file}               -> {size_bytes, tier, facts} plus one memfd, read-only; brought here when it is elsewhere
+  mark_get {root_id}                      -> {mark: {step, cycle, digest} or null}  newest committed checkpoint of a root
+  mark_set {root_id, step, cycle, digest, rebase} -> {}  journaled before the answer; a lower step needs a reason in `rebase`
   request {what, reason}                  -> {}          "stop" (the whole job, no restart) or "exclude" (this rank's node);
                                              journaled before the answer, after which this cycle commits nothing more
   inject {spec}                           -> {}          carry out an injection that only the launcher can (see inject.py)
@@ -21,7 +33,9 @@ Every reply has `ok`; when false, `error` says why.
 
 from __future__ import annotations
 
+import array
 import json
+import os
 import socket
 import struct
 from typing import Any
@@ -37,6 +51,8 @@ ENV_RUN_DIR = "KEEPSTEP_RUN_DIR"
 ENV_CYCLE_INFO = "KEEPSTEP_CYCLE_INFO"
 ENV_INJECT = "KEEPSTEP_INJECT"
 ENV_FRESH_START = "KEEPSTEP_FRESH_START"
+ENV_MEMORY_TIER = "KEEPSTEP_MEMORY_TIER"
+"""What the launcher keeps in memory of checkpoints: off, node or peer."""
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
 
@@ -69,3 +85,28 @@ def recv_frame(sock: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("frame is not a JSON object")
     return message
+
+
+def recv_frame_with_fds(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A frame whose first byte may carry descriptors. They are close-on-exec and belong to the caller."""
+    fds = array.array("i")
+    data, ancillary, _flags, _address = sock.recvmsg(4, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    try:
+        if not data:
+            raise ConnectionError("peer closed the connection")
+        if len(data) < 4:
+            data += recv_exact(sock, 4 - len(data))
+        (length,) = struct.unpack(">I", data)
+        if length > MAX_FRAME_BYTES:
+            raise ValueError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        message = json.loads(recv_exact(sock, length))
+        if not isinstance(message, dict):
+            raise ValueError("frame is not a JSON object")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message, list(fds)

@@ -19,11 +19,12 @@ MarkKind = Literal[
     "cycle_started",  # decision to start it is durable; agents are being told (rendezvous begins)
     "assigned",  # every agent has its assignment (start begins: processes are forked)
     "attached",  # every rank runs the script; with the trainer library: called ks.init (restore begins)
-    "restored",  # every rank returned from restore(). attrs: step, source ("none"|"disk"|...), checkpoint
+    "restored",  # every rank returned from restore(). attrs: step, source ("none"|"shm"|"peer"|"disk"|"object"), checkpoint
     "first_step",  # every rank completed its first step of the cycle. attrs: step (the count of completed steps)
     "step",  # every rank completed this step. attrs: step (count of completed steps); sampled, not every step
     "ckpt_block",  # training stood still for staging. attrs: step, begin_ns, end_ns
     "committed",  # a checkpoint's marker is durable. attrs: step, checkpoint, persist_ns
+    "tier_reached",  # a checkpoint is complete in one more place. attrs: step, checkpoint, tier ("shm"|"peer"|...), files
     "ckpt_failed",  # a save failed. attrs: step, error
     "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason
     "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason

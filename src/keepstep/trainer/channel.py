@@ -7,7 +7,6 @@ another, because each call has a connection of its own for as long as it lasts.
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
@@ -19,8 +18,12 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+import msgspec
+
+from keepstep.checkpoint.exchange import Exchange, Fetched, HighWater, KeptFile, KeptSet, NoStoreError
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError
+from keepstep.trainer.ownmemory import MemoryCalls, OwnMemory
 
 CALL_TIMEOUT_S = 660.0
 """How long one request may take that does not wait for somebody else: longer than launchers wait for a coordinator."""
@@ -35,11 +38,12 @@ Absent: TypeAlias = Literal[_Absent.ABSENT]
 """What `get` returns for a key that was never set; None is a value."""
 
 
-class Channel(Protocol):
-    """What all ranks of one cycle share. Keys are texts, values JSON values; every method raises ChannelError."""
+class Channel(Exchange, Protocol):
+    """What all ranks of one cycle share. Keys are texts, values JSON values; every method raises ChannelError.
 
-    def set(self, key: str, value: Any) -> None:
-        """Set `key`, also when it is set."""
+    `wait` at its timeout names the keys that are missing. `report` is kept by nobody without a launcher, `grant` is always True
+    then, and memory is this process's own.
+    """
 
     def get(self, key: str) -> Any | Absent:
         """The value of `key`, or ABSENT."""
@@ -47,20 +51,8 @@ class Channel(Protocol):
     def cas(self, key: str, value: Any) -> Any:
         """Set `key` unless it is set; return the value that now holds."""
 
-    def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
-        """Wait until all `keys` are set; return their values. At timeout raises ChannelError naming the missing."""
-
-    def report(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Tell the launcher's timeline; times in `fields` are CLOCK_MONOTONIC ns. Kept by nobody without a launcher."""
-
-    def grant(self, checkpoint: str, step: int) -> bool:
-        """Whether this checkpoint may be published; journaled by the launcher, always True without one."""
-
     def request(self, what: str, reason: str) -> bool:
         """Ask the launcher to end this cycle; `what` as frames.py says. False: there is no launcher, and nothing was done."""
-
-    def buffer(self, name: str, size_bytes: int) -> int:
-        """A descriptor of shared memory of at least `size_bytes`, for the caller to close. The launcher keeps it."""
 
 
 def _encode(value: Any) -> str:
@@ -75,18 +67,13 @@ def _timed_out(keys: Sequence[str], missing: Sequence[str], timeout_s: float) ->
     return ChannelError(f"side channel: {len(missing)} of {len(keys)} keys are missing after {timeout_s:g} s: {shown}")
 
 
-def memory_buffer(name: str, size_bytes: int) -> int:
-    """A fully sized memfd of this process. Raises ChannelError."""
-    try:
-        fd = os.memfd_create(f"keepstep-{name}"[:200], os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
-    except OSError as error:
-        raise ChannelError(f"cannot make a shared buffer of {size_bytes} bytes: {error}") from error
-    return fd
-
-
-class _Unsupervised:
+class _Unsupervised(MemoryCalls):
     """The part of a channel that a launcher would answer: no timeline to report to, nobody to refuse a commit."""
+
+    _memory: OwnMemory
+
+    def __init__(self) -> None:
+        self._memory = OwnMemory()
 
     def report(self, kind: str, fields: Mapping[str, Any]) -> None:
         _encode(dict(fields))
@@ -97,14 +84,18 @@ class _Unsupervised:
     def request(self, what: str, reason: str) -> bool:
         return False
 
-    def buffer(self, name: str, size_bytes: int) -> int:
-        return memory_buffer(name, size_bytes)
+    def mark_get(self, root_id: str) -> HighWater | None:
+        raise NoStoreError("there is no launcher whose journal keeps a high-water mark")
+
+    def mark_set(self, root_id: str, mark: HighWater, rebase: str = "") -> None:
+        raise NoStoreError("there is no launcher whose journal keeps a high-water mark")
 
 
 class MemoryChannel(_Unsupervised):
     """The channel of one process; threads that play ranks share one object."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -133,7 +124,8 @@ class MemoryChannel(_Unsupervised):
             return {key: json.loads(self._values[key]) for key in keys}
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Give the memory of its buffers back."""
+        self._memory.close()
 
 
 class _Pool:
@@ -187,6 +179,7 @@ class StoreChannel(_Unsupervised):
         """`store` is a torch.distributed Store; it is only cloned, never used itself. All keys begin with `prefix`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+        super().__init__()
         self._root: Any = PrefixStore(prefix, store)
         self._clone_lock = threading.Lock()
         self._pool = _Pool(self._clone, lambda _store: None)
@@ -266,8 +259,9 @@ class StoreChannel(_Unsupervised):
             return dict(zip(keys, map(json.loads, store.multi_get(list(keys))), strict=True))
 
     def close(self) -> None:
-        """Drop the clones."""
+        """Drop the clones, and give the memory of the buffers back."""
         self._pool.close()
+        self._memory.close()
 
 
 class AgentChannel:
@@ -344,19 +338,57 @@ class AgentChannel:
         return True
 
     def buffer(self, name: str, size_bytes: int) -> int:
-        request = frames.pack({"op": "buffer", "name": name, "size_bytes": size_bytes})
+        reply, fd = self._call_for_fd({"op": "buffer", "name": name, "size_bytes": size_bytes})
+        if os.fstat(fd).st_size < size_bytes:
+            os.close(fd)
+            raise ChannelError(f"side channel: no buffer of {size_bytes} bytes: {reply}")
+        return fd
+
+    def keep(self, buffer: str, checkpoint: str, file: str, size_bytes: int, facts: Mapping[str, Any]) -> bool:
+        what = {"buffer": buffer, "checkpoint": checkpoint, "file": file, "size_bytes": size_bytes}
+        _encode(dict(facts))
+        return bool(self._call({"op": "keep", **what, "facts": dict(facts)}).get("kept"))
+
+    def unkeep(self, buffer: str) -> None:
+        self._call({"op": "unkeep", "buffer": buffer})
+
+    def kept(self) -> list[KeptSet]:
+        return [msgspec.convert(one, KeptSet) for one in self._call({"op": "kept"})["sets"]]
+
+    def kept_files(self, checkpoint: str) -> list[KeptFile]:
+        found: list[KeptFile] = []
+        more = True
+        while more:
+            after = found[-1].file if found else ""
+            page = self._call({"op": "kept", "checkpoint": checkpoint, "after": after})
+            found += [msgspec.convert({"checkpoint": checkpoint, **one}, KeptFile) for one in page["files"]]
+            more = bool(page["more"])
+        return found
+
+    def fetch(self, checkpoint: str, file: str) -> Fetched:
+        reply, fd = self._call_for_fd({"op": "fetch", "checkpoint": checkpoint, "file": file})
+        return Fetched(fd=fd, size_bytes=reply["size_bytes"], tier=reply["tier"], facts=reply["facts"])
+
+    def mark_get(self, root_id: str) -> HighWater | None:
+        return msgspec.convert(self._call({"op": "mark_get", "root_id": root_id})["mark"], HighWater | None)
+
+    def mark_set(self, root_id: str, mark: HighWater, rebase: str = "") -> None:
+        self._call({"op": "mark_set", "root_id": root_id, **msgspec.to_builtins(mark), "rebase": rebase})
+
+    def _call_for_fd(self, request: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        op, data = request["op"], frames.pack(request)
         try:
             with self._pool.lend() as sock:
                 sock.settimeout(self._timeout_s)
-                sock.sendall(request)
-                reply, fds = _recv_frame_with_fds(sock)
+                sock.sendall(data)
+                reply, fds = frames.recv_frame_with_fds(sock)
         except (OSError, ValueError, struct.error) as error:
-            raise ChannelError(f"side channel: buffer failed: {error or type(error).__name__}") from error
-        if not reply.get("ok") or len(fds) != 1 or os.fstat(fds[0]).st_size < size_bytes:
+            raise ChannelError(f"side channel: {op} failed: {error or type(error).__name__}") from error
+        if not reply.get("ok") or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise ChannelError(f"side channel: no buffer of {size_bytes} bytes: {reply.get('error') or reply}")
-        return fds[0]
+            raise ChannelError(f"side channel: {op} was refused: {reply.get('error') or reply}")
+        return reply, fds[0]
 
     def inject(self, spec: str) -> None:
         """Ask the launcher to carry out an injection (JSON of keepstep.records.inject.Injection). Raises ChannelError."""
@@ -367,37 +399,13 @@ class AgentChannel:
         self._pool.close()
 
 
-def _recv_frame_with_fds(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A frame whose first byte may carry descriptors. They are close-on-exec and belong to the caller."""
-    fds = array.array("i")
-    data, ancillary, _flags, _address = sock.recvmsg(4, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    try:
-        if not data:
-            raise ConnectionError("peer closed the connection")
-        if len(data) < 4:
-            data += frames.recv_exact(sock, 4 - len(data))
-        (length,) = struct.unpack(">I", data)
-        if length > frames.MAX_FRAME_BYTES:
-            raise ValueError(f"frame of {length} bytes is over the limit of {frames.MAX_FRAME_BYTES}")
-        message = json.loads(frames.recv_exact(sock, length))
-        if not isinstance(message, dict):
-            raise ValueError("frame is not a JSON object")
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return message, list(fds)
-
-
-class ScopedChannel:
+class ScopedChannel(MemoryCalls):
     """A view of `channel` in which every key begins with `prefix` and a slash."""
 
     def __init__(self, channel: Channel, prefix: str) -> None:
         self._channel = channel
         self._prefix = f"{prefix}/"
+        self._memory = channel
 
     def set(self, key: str, value: Any) -> None:
         self._channel.set(self._prefix + key, value)
@@ -421,8 +429,11 @@ class ScopedChannel:
     def request(self, what: str, reason: str) -> bool:
         return self._channel.request(what, reason)
 
-    def buffer(self, name: str, size_bytes: int) -> int:
-        return self._channel.buffer(name, size_bytes)
+    def mark_get(self, root_id: str) -> HighWater | None:
+        return self._channel.mark_get(root_id)
+
+    def mark_set(self, root_id: str, mark: HighWater, rebase: str = "") -> None:
+        self._channel.mark_set(root_id, mark, rebase)
 
 
 def scoped(channel: Channel, prefix: str) -> ScopedChannel:

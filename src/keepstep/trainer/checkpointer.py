@@ -1,36 +1,42 @@
 """`Checkpointer`: save, commit and restore the state of a training script.
 
-Saving blocks the training thread only while this rank's bytes are copied into a staging buffer; a background thread
-writes, hashes and commits them. Restoring is a vote: a checkpoint is loaded only when every rank has verified the bytes
-it reads.
+Saving blocks the training thread only while this rank's bytes are copied into a staging buffer; a process beside it seals, writes
+and hashes them in the background. Restoring is a vote: a checkpoint is loaded only when every rank has verified the bytes it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import msgspec
-
-from keepstep.checkpoint.format.index import Index, check_state_name, file_layout
+from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
-from keepstep.checkpoint.save.saver import SaveJob, Saver
+from keepstep.checkpoint.save.memoryset import MemorySet
+from keepstep.checkpoint.save.saver import SaveJob, Saver, folder_path
+from keepstep.checkpoint.save.slots import Slot, Slots
+from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
+from keepstep.checkpoint.save.writerthread import ThreadWriter
+from keepstep.checkpoint.storage.memory import MemorySource
+from keepstep.checkpoint.storage.source import StoreOptions, open_root
 from keepstep.checkpoint.trust.keys import signing_key
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
-from keepstep.trainer.channel import Channel, ScopedChannel, scoped
+from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
+from keepstep.trainer.staging import Stager
 
 DEFAULT_EVERY_S = 600.0
 SAVE_FACTOR = 1.5
 """A save is expected to take at most this times the median of the measured ones."""
-_ROUND_BYTES = 2 << 20
+MEMORY_SHARE = 0.005
+"""Without a cadence of its own the memory tier may block training for this share of the time."""
+WARM_UP_TIMEOUT_S = 60.0
 
 
 class DecisionLike(Protocol):
@@ -52,6 +58,10 @@ class DecisionLike(Protocol):
     def why(self) -> str:
         """Why the last save is left out."""
 
+    @property
+    def keep(self) -> bool:
+        """Keep an image in memory now."""
+
 
 class RunLike(Protocol):
     """What the Checkpointer needs of the run object."""
@@ -62,6 +72,7 @@ class RunLike(Protocol):
     rank: int
     world_size: int
     propose_save: Callable[[int], bool] | None
+    propose_keep: Callable[[int], bool] | None
     checkpointers: list[Any]
 
     @property
@@ -70,6 +81,9 @@ class RunLike(Protocol):
 
     def decision_at(self, step: int) -> DecisionLike | None:
         """The shared decision for exactly `step`, None when it is no decision step."""
+
+    def agree(self, key: str, value: Any) -> Any:
+        """What the first rank that asked said under `key`: the same on every rank."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark the progress page while in `name`."""
@@ -84,11 +98,12 @@ class RunLike(Protocol):
         """Raise StorageError when nothing may be committed from this node."""
 
 
-def _check_cadence(every_steps: int | None, every_seconds: float | None) -> None:
+def _check_cadence(every_steps: int | None, every_seconds: float | None, memory_every_steps: int | None) -> None:
     if every_steps is not None and every_seconds is not None:
         raise ConfigError("Checkpointer: give every_steps or every_seconds, not both")
-    if every_steps is not None and every_steps < 1:
-        raise ConfigError(f"Checkpointer: every_steps={every_steps} is not a positive number of steps")
+    for name, value in (("every_steps", every_steps), ("memory_every_steps", memory_every_steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"Checkpointer: {name}={value} is not a positive number of steps")
     if every_seconds is not None and not every_seconds > 0:
         raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
 
@@ -96,11 +111,13 @@ def _check_cadence(every_steps: int | None, every_seconds: float | None) -> None
 class Checkpointer:
     """Saves and restores `state`.
 
-    Entries of `state` are objects with state_dict and load_state_dict (modules, optimizers, schedulers, scalers,
-    loaders; the keys are those the object itself uses, so a module wrapped in DDP keeps its "module." prefix), or plain
-    values: tensors, numpy arrays, numbers, bool, None, str, bytes, list, tuple, dict. A plain value's restored value is
-    `checkpointer.state[name]`; assign there what the next save is to hold. Entries in `per_rank` (by default "loader")
-    and the random state are saved for each rank; everything else must be the same on all ranks and is written once.
+    Entries of `state` are objects with state_dict and load_state_dict (modules, optimizers, schedulers, scalers, loaders; the
+    keys are those the object itself uses, so a module wrapped in DDP keeps its "module." prefix), or plain values: tensors,
+    numpy arrays, numbers, bool, None, str, bytes, list, tuple, dict. A plain value's restored value is
+    `checkpointer.state[name]`; assign there what the next save is to hold. Entries in `per_rank` (by default "loader") and the
+    random state are saved for each rank; everything else belongs to all ranks together: plain tensors must be the same on all of
+    them and are written once, DTensors (FSDP2, tensor parallel) are written shard by shard and may come back on another mesh or
+    number of ranks.
     """
 
     def __init__(
@@ -110,20 +127,33 @@ class Checkpointer:
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        memory_every_steps: int | None = None,
         per_rank: Iterable[str] | None = None,
+        on_busy: Literal["wait", "skip"] = "wait",
+        rng_on_reshard: Literal["refuse", "reseed"] = "refuse",
         unsigned: bool = False,
         run_id: str | None = None,
         timeout_s: float = 600.0,
         max_failures: int = 3,
+        writer: Literal["process", "thread"] = "process",
+        memory: bool | None = None,
+        store: StoreOptions | None = None,
         run: RunLike | None = None,
     ) -> None:
-        """`every_steps`: save at multiples of it; else by time, every `every_seconds` (600 s when neither is given).
+        """`root`: a folder, or an object store (s3://bucket/prefix, gs://, az://) reached with `store`.
 
-        `run_id`: restore only checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long
-        ranks wait for one another in a save or a restore. `max_failures` failed saves in a row make the next one raise
-        StorageError. Raises ConfigError for a bad argument.
+        `every_steps`: save at multiples of it; else by time, every `every_seconds` (600 s when neither is given).
+        `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
+        the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
+        flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `run_id`: restore only checkpoints of
+        that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a save or a restore.
+        `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are written from. Raises
+        ConfigError for a bad argument.
         """
-        _check_cadence(every_steps, every_seconds)
+        _check_cadence(every_steps, every_seconds, memory_every_steps)
+        _check_choice("on_busy", on_busy, ("wait", "skip"))
+        _check_choice("rng_on_reshard", rng_on_reshard, ("refuse", "reseed"))
+        _check_choice("writer", writer, ("process", "thread"))
         for name in state:
             check_state_name(name)
         wanted = frozenset(per_rank) if per_rank is not None else frozenset({"loader"} & set(state))
@@ -135,55 +165,76 @@ class Checkpointer:
             from keepstep.trainer.run import current
 
             run = current()
-        self.root = Path(root)
         self.state = state
         self._run: RunLike = run
         self._every_steps = every_steps
         self._every_seconds = every_seconds or DEFAULT_EVERY_S
+        self._memory_every_steps = memory_every_steps
         self._per_rank = wanted
+        self._on_busy = on_busy
+        self._rng_on_reshard = rng_on_reshard
         self._unsigned = unsigned
         self._only_run = None if run_id is None else check_run_id(run_id)
         self._timeout_s = timeout_s
         self._max_failures = max_failures
         self._life: Life | None = None
-        self._staging: mmap.mmap | None = None
         self._key: Any = None
-        self._last_save_s = time.monotonic()
+        self._last_save_s = self._last_keep_s = time.monotonic()
+        self._block_s = 0.0
         self._closed = False
+        self.skipped = 0
+        """Saves that were left out because one was in flight."""
         check_run_id(run.run_id)
         number = len(run.checkpointers)
         run.checkpointers.append(self)
-        self._propose_before = run.propose_save
-        run.propose_save = self._propose
+        self._propose_before, self._keep_before = run.propose_save, run.propose_keep
+        run.propose_save, run.propose_keep = self._propose, self._propose_keep
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
-        self._buffer_name = f"ckpt-{number}"
+        self._root = open_root(os.fspath(root), store)
+        self._memory = _memory_wanted(memory, run.channel)
+        self._slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
+        self._sets = {slot.name: MemorySet(self._channel, slot.name) for slot in self._slots.all}
+        self._stager = Stager(self._slots, wanted, run.rank, run.world_size)
+        self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
         self._saver = Saver(
-            self._channel, rank=run.rank, world_size=run.world_size, timeout_s=timeout_s, may_commit=run.check_lease
+            self._channel,
+            self._root,
+            self._writer,
+            rank=run.rank,
+            world_size=run.world_size,
+            timeout_s=timeout_s,
+            may_commit=run.check_lease,
         )
         if unsigned and run.rank == 0:
             print(
-                f"keepstep: WARNING: checkpoints in {self.root} are NOT SIGNED (unsigned=True): "
+                f"keepstep: WARNING: checkpoints in {self._root.where} are NOT SIGNED (unsigned=True): "
                 "whoever can write there can replace them",
                 file=sys.stderr,
                 flush=True,
             )
 
+    @property
+    def root(self) -> str:
+        """Where checkpoints last: a path or a URL."""
+        return self._root.where
+
     # ---- restore
 
     def restore(self, *, fresh_start: bool = False) -> int:
-        """Load the newest committed checkpoint that every rank can verify; return its step, 0 on an empty root.
+        """Load the newest checkpoint that every rank can verify; return its step, 0 on an empty root.
 
-        One that cannot be verified is quarantined, and the next older one is tried. With `fresh_start` (or
-        KEEPSTEP_FRESH_START=1) nothing is loaded and step 0 begins a new lineage, which later cycles of the same attempt
-        then continue. Raises RefuseToStartError (exit 42) when the root holds checkpoints but none is valid, or what it
-        holds does not fit this script or number of ranks; ChannelError when ranks do not answer in time.
+        One that cannot be verified is quarantined, and the next older one is tried. With `fresh_start` (or KEEPSTEP_FRESH_START=1)
+        nothing is loaded and step 0 begins a new lineage, which later cycles of the same attempt then continue. Raises
+        RefuseToStartError (exit 42) when the root holds checkpoints but none is valid, or what it holds does not fit this script
+        or number of ranks; ChannelError when ranks do not answer in time.
         """
         if self._life is not None:
             raise ConfigError("Checkpointer: restore() was already called")
         fresh = fresh_start or os.environ.get(frames.ENV_FRESH_START) == "1"
         with self._run.phase("restore"):
             task = Restore(
-                root=self.root,
+                roots=(self._root,),
+                memory=MemorySource(self._channel) if self._memory else None,
                 channel=self._channel,
                 rank=self._run.rank,
                 world_size=self._run.world_size,
@@ -192,28 +243,40 @@ class Checkpointer:
                 cycle=self._run.cycle,
                 only_run=self._only_run,
                 unsigned=self._unsigned,
+                per_rank=self._per_rank,
+                rng_on_reshard=self._rng_on_reshard,
                 timeout_s=self._timeout_s,
             )
-            self._life = restore(task, self.state, fresh_start=fresh)
-        life = self._life
+            outcome = restore(task, self.state, fresh_start=fresh)
+            self._life = life = outcome.life
         if life.checkpoint is not None:
-            self._saver.continue_from(life.restored_step, self.root / life.checkpoint, life.parent)
+            durable = outcome.tier in ("disk", "object")
+            self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
         if not self._unsigned and self._run.rank == 0:
             self._key = signing_key()  # kept: a key file that vanishes later must not start another key in the middle
-        self._last_save_s = time.monotonic()
+        self._last_save_s = self._last_keep_s = time.monotonic()
         self._run.note_restored(life.restored_step)
+        with contextlib.suppress(StorageError):
+            if isinstance(self._writer, WriterClient):
+                self._writer.start()  # from this thread: the process ends with the thread that started it
+        threading.Thread(target=self._warm_up, name="keepstep-warm-up", daemon=True).start()
         return life.restored_step
+
+    def _warm_up(self) -> None:
+        """Have the writer ready before the first save. If that fails the first save says so."""
+        with contextlib.suppress(StorageError, ConfigError):
+            self._writer.ready(WARM_UP_TIMEOUT_S)
 
     # ---- save
 
-    def maybe_save(self, step: int) -> bool:
+    def maybe_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Save when it is time, or when the job is asked to stop; return whether a save was begun, alike on every rank.
 
-        `step` is the number of completed steps. A job that is asked to stop saves if the measured time from the begin of
-        a save to its commit fits into what is left of the scheduler's notice; otherwise it says so and leaves the save
-        out. Blocks for staging only (and for a save still in flight). A failed save
-        is reported and training goes on. Raises StorageError after `max_failures` failed saves in a row, ConfigError
-        when a value cannot be saved.
+        `step` is the number of completed steps. A job that is asked to stop saves if the measured time from the begin of a save
+        to its commit fits into what is left of the scheduler's notice; otherwise it says so and leaves the save out. Blocks for
+        staging only (and, with on_busy="wait", for a save still in flight). A failed save is reported and training goes on.
+        Between saves an image is kept in the nodes' memory when that is due. Raises StorageError after `max_failures` failed
+        saves in a row, ConfigError when a value cannot be saved.
         """
         decision = self._run.decision_at(step)
         if decision is not None and decision.stop:
@@ -222,16 +285,32 @@ class Checkpointer:
                 print(
                     f"keepstep: stopping after step {step} without a save: {decision.why}", file=sys.stderr, flush=True
                 )
-        elif self._every_steps is not None:
+            return self.save(step, metrics=metrics) if due else False
+        if self._every_steps is not None:
             due = step > 0 and step % self._every_steps == 0
         else:
             due = decision is not None and decision.save
-        return self.save(step) if due else False
+        if due and not self._skips(step):
+            return self.save(step, metrics=metrics)
+        if self._memory and not due and self._keep_due(step, decision):
+            self._keep(step)
+        return False
 
-    def save(self, step: int) -> bool:
+    def _skips(self, step: int) -> bool:
+        """With on_busy="skip", whether the save of `step` is left out; the first rank that asks says so for all."""
+        if self._on_busy != "skip" or not self._run.agree(f"ckpt/busy/{step}", self._saver.in_flight()):
+            return False
+        self.skipped += 1
+        if self._run.rank == 0:
+            with contextlib.suppress(ChannelError):
+                self._run.channel.report("ckpt_skipped", {"step": step, "skipped": self.skipped})
+        return True
+
+    def save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Save now, whatever the cadence; still in the background. Returns False when `step` is already saved.
 
-        Every rank must call it at the same step. Raises as `maybe_save` does.
+        `metrics` are written into the manifest, for retention rules such as best:loss. Every rank must call it at the same step.
+        Raises as `maybe_save` does.
         """
         if self._life is None:
             raise ConfigError(
@@ -240,9 +319,9 @@ class Checkpointer:
         if self._closed:
             raise ConfigError("Checkpointer: closed")
         with self._run.section("checkpoint"):
-            return self._save(step, time.monotonic_ns())
+            return self._save(step, time.monotonic_ns(), metrics)
 
-    def _save(self, step: int, begin_ns: int) -> bool:
+    def _save(self, step: int, begin_ns: int, metrics: Mapping[str, float] | None) -> bool:
         self.wait()
         if step == self.last_committed_step:
             return False
@@ -251,54 +330,66 @@ class Checkpointer:
                 f"{self._saver.failures_in_row} saves in a row failed under {self.root}; "
                 f"the last one: {self._saver.last_error}"
             )
+        self._start(step, metrics, durable=True)
+        self._last_save_s = self._last_keep_s = time.monotonic()
+        self._note_block(step, begin_ns)
+        return True
+
+    def _keep(self, step: int) -> None:
+        """Keep an image of this step in memory; the save before must be over, which it is but for moments."""
+        if self._life is None or self._closed:
+            return
+        begin_ns = time.monotonic_ns()
+        with self._run.section("checkpoint"):
+            self.wait()
+            self._start(step, None, durable=False)
+            self._last_keep_s = time.monotonic()
+            self._note_block(step, begin_ns)
+
+    def _note_block(self, step: int, begin_ns: int) -> None:
+        end_ns = time.monotonic_ns()
+        self._block_s = (end_ns - begin_ns) / 1e9
+        with contextlib.suppress(ChannelError):  # a lost mark is no reason to lose the training
+            self._run.channel.report("ckpt_block", {"step": step, "begin_ns": begin_ns, "end_ns": end_ns})
+
+    def _start(self, step: int, metrics: Mapping[str, float] | None, *, durable: bool) -> None:
         try:
-            job = self._stage(step, time.monotonic_ns())
+            job = self._stage(step, time.monotonic_ns(), metrics, durable=durable)
         except (ChannelError, StorageError, OSError) as error:
             # No room to stage: a failed save, which training outlives.
-            self._saver.refuse(step, str(error))
+            self._saver.refuse(step, str(error), durable=durable)
         except Exception as error:  # a value that cannot be saved, or a state_dict() that fails: the script's own error
-            self._saver.refuse(step, f"{type(error).__name__}: {error}")
+            self._saver.refuse(step, f"{type(error).__name__}: {error}", durable=durable)
             raise
         else:
             self._saver.begin(job)
-        self._last_save_s = time.monotonic()
-        with contextlib.suppress(ChannelError):  # a lost mark is no reason to lose the training
-            self._run.channel.report("ckpt_block", {"step": step, "begin_ns": begin_ns, "end_ns": time.monotonic_ns()})
-        return True
 
-    def _stage(self, step: int, begun_ns: int) -> SaveJob:
+    def _stage(self, step: int, begun_ns: int, metrics: Mapping[str, float] | None, *, durable: bool) -> SaveJob:
         assert self._life is not None
-        from keepstep.checkpoint.torch.state import capture, stage
-
+        slot = self._slots.free()
+        assert slot is not None, "one save in flight"
+        memory = self._sets[slot.name] if self._memory else None
+        if memory is not None:
+            self._forget(slot, memory)
+        staged = self._stager.stage(self.state, slot)
         run = self._run
-        captured = capture(self.state, self._per_rank)
-        blob = msgspec.json.encode(captured.own)
-        layout = file_layout(captured.tensors, captured.own.tensors, len(blob), run.rank, run.world_size)
-        room = self._room(sum(entry.size_bytes for entry in layout.entries.values()))
-        stage(captured, layout, blob, room)
-        index = Index(world=run.world_size, tensors=captured.tensors, aliases=captured.aliases, values=captured.values)
         return SaveJob(
-            root=self.root,
             name=FolderName(step, run.cycle, run.attempt, 0, run.run_id),
-            entries=layout.entries,
-            data=room,
-            index=index,
+            slot=slot,
+            file_bytes=staged.file_bytes,
+            index=staged.index,
+            plan=staged.plan,
             life=self._life,
             key=self._key,
             begun_ns=begun_ns,
+            durable=durable,
+            memory=memory,
+            metrics=metrics,
         )
 
-    def _room(self, size: int) -> memoryview:
-        """`size` bytes of the staging buffer. It is reused: fresh pages cost several times the copy itself."""
-        held = self._staging
-        if held is None or len(held) < size:
-            wanted = -(-(size + size // 8 + 1) // _ROUND_BYTES) * _ROUND_BYTES
-            fd = self._channel.buffer(self._buffer_name, wanted)
-            try:
-                self._staging = held = mmap.mmap(fd, wanted)
-            finally:
-                os.close(fd)
-        return memoryview(held)[:size]
+    def _forget(self, slot: Slot, memory: MemorySet) -> None:
+        memory.forget()
+        slot.kept = None
 
     @property
     def last_committed_step(self) -> int | None:
@@ -309,16 +400,18 @@ class Checkpointer:
         """Wait until the save in flight is committed or has failed; returns at once when there is none."""
         outcome = self._saver.wait()
         if outcome is not None and outcome.error is not None and self._run.rank == 0:
-            print(f"keepstep: save of step {outcome.step} failed: {outcome.error}", file=sys.stderr, flush=True)
+            what = "save" if outcome.durable else "image in memory"
+            print(f"keepstep: {what} of step {outcome.step} failed: {outcome.error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Wait for the save in flight and let the staging buffer go. Safe to call twice."""
+        """Wait for the save in flight and let the staging buffers go. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
         with self._run.phase("close"):
             self.wait()
-        self._staging = None
+        self._writer.close()
+        self._slots.close()
 
     # ---- for the run object
 
@@ -330,6 +423,23 @@ class Checkpointer:
             return False
         return time.monotonic() - self._last_save_s >= self._every_seconds
 
+    def _propose_keep(self, step: int) -> bool:
+        """Whether this rank, asked first, wants an image kept in memory at `step`."""
+        if self._keep_before is not None and self._keep_before(step):
+            return True
+        if not self._memory or self._memory_every_steps is not None or self._life is None or self._closed:
+            return False
+        if self._saver.in_flight() or not self._block_s:  # what it costs is known from the first save on
+            return False
+        return time.monotonic() - self._last_keep_s >= self._block_s / MEMORY_SHARE
+
+    def _keep_due(self, step: int, decision: DecisionLike | None) -> bool:
+        if self._memory_every_steps is None:
+            return decision is not None and decision.keep
+        if step <= 0 or step % self._memory_every_steps:
+            return False
+        return not self._run.agree(f"ckpt/busy/{step}", self._saver.in_flight())
+
     def save_needs_s(self) -> float | None:
         """Seconds a save begun now may take to its commit, with what one in flight still needs; None before the first."""
         median_s = self._saver.median_s()
@@ -338,5 +448,17 @@ class Checkpointer:
         return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
 
     def newest_committed_path(self) -> Path | None:
-        """Folder of the newest checkpoint this object committed or restored; None before the first."""
-        return self._saver.newest
+        """Folder of the newest checkpoint this object committed or restored; None before the first, or on an object store."""
+        return None if self._saver.newest is None else folder_path(self._root, self._saver.newest)
+
+
+def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"Checkpointer: {name}={value!r} is not one of {', '.join(valid)}")
+
+
+def _memory_wanted(asked: bool | None, channel: Channel) -> bool:
+    """Whether images are kept in memory: where a launcher keeps them, unless that is not wanted."""
+    if asked is not None:
+        return asked
+    return isinstance(channel, AgentChannel) and os.environ.get(frames.ENV_MEMORY_TIER) != "off"

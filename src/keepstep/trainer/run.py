@@ -43,6 +43,8 @@ STOP_KEY = "stop"
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do at exactly this step. `every`: the next decision is at step + every.
 
+    `keep`: keep an image in memory, between saves.
+
     With `stop`, `save` says whether the last save fits into what is left of the notice; `why` says why not.
     """
 
@@ -51,6 +53,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     stop: bool = False
     every: int = 1
     why: str = ""
+    keep: bool = False
 
 
 class Run:
@@ -67,6 +70,7 @@ class Run:
         self.channel = channel
         self.supervised = supervised
         self.propose_save: Callable[[int], bool] | None = None
+        self.propose_keep: Callable[[int], bool] | None = None
         self.checkpointers: list[Checkpointer] = []
         self._words = words
         self._guard = guard
@@ -197,13 +201,17 @@ class Run:
         if step != self._next_decision:
             return None
         key = f"decision/{step}" if not self._replays else f"decision/replay-{self._replays}/{step}"
-        if self._decisions is None:
-            self._decisions = open_decisions(self.channel) if self.supervised else self.channel
-        held = self._decisions.cas(key, msgspec.to_builtins(self._proposal(step)))
+        held = self.agree(key, msgspec.to_builtins(self._proposal(step)))
         self._decision = msgspec.convert(held, Decision)
         self._next_decision = step + self._decision.every
         self._words[layout.W_DECISIONS] += 1
         return self._decision
+
+    def agree(self, key: str, value: Any) -> Any:
+        """What the first rank that asked said under `key`: the same on every rank, and a round trip. Raises ChannelError."""
+        if self._decisions is None:
+            self._decisions = open_decisions(self.channel) if self.supervised else self.channel
+        return self._decisions.cas(key, value)
 
     @property
     def stop_requested(self) -> bool:
@@ -215,7 +223,8 @@ class Run:
         every = self._decision_every()
         if not self._stop_wanted():
             save = self.propose_save is not None and self.propose_save(step)
-            return Decision(step=step, save=bool(save), every=every)
+            keep = not save and self.propose_keep is not None and self.propose_keep(step)
+            return Decision(step=step, save=bool(save), every=every, keep=bool(keep))
         why = self._why_no_last_save()
         return Decision(step=step, save=not why, stop=True, every=every, why=why)
 

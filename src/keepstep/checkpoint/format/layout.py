@@ -19,6 +19,8 @@ MARKER_UNSIGNED = "manifest.json"
 MARKERS = (MARKER_SIGNED, MARKER_UNSIGNED)
 SIDE_FOLDER = ".keepstep"
 QUARANTINE_FOLDER = "quarantine"
+PRINTS_SUFFIX = ".prints"
+"""In the memory tier a file of this ending lies beside each image: the fingerprints of its blocks, one after the other."""
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 MAX_MANIFEST_BYTES = 64 << 20
 

@@ -42,11 +42,10 @@ def file_order(entries: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def build_header(entries: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length word and padded JSON for `entries`, which follow in the order of `file_order`."""
+    """Length word and padded JSON for `entries`, which follow in the order given (see `file_order`)."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name in file_order(entries):
-        entry = entries[name]
+    for name, entry in entries.items():
         end = offset + entry.size_bytes
         table[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end

@@ -1,7 +1,8 @@
-"""Restore by vote: rank 0 proposes, every rank verifies the bytes it will read, all accept or all go to the next older.
+"""Restore by vote: rank 0 proposes, every rank verifies the bytes it will read, all accept or all go on to the next.
 
-Nothing of the training is touched before the vote is over. Only rank 0 needs the key that is trusted: it tells the
-others, over the side channel, the SHA-256 of the manifest whose signature it checked.
+Candidates are tried newest step first, and each in the nearest place that holds it. Nothing of the training is touched before the
+vote is over. Only rank 0 needs the key that is trusted: it tells the others, over the side channel, the SHA-256 of the manifest
+whose signature it checked.
 """
 
 from __future__ import annotations
@@ -9,28 +10,22 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
-from keepstep.checkpoint.format.index import Assembly, own_buffers, parse_index
-from keepstep.checkpoint.format.layout import INDEX_NAME, LATEST_NAME, quarantine_file, rank_file_name
-from keepstep.checkpoint.format.shard import parse_header
-from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints
+from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
-from keepstep.checkpoint.restore.verify import check_files, read_manifest, read_verified
-from keepstep.checkpoint.storage.source import open_root
+from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.checkpoint.trust.keys import key_path, signing_key
-from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import ChannelError, ConfigError, RefuseToStartError, StorageError, VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    from keepstep.checkpoint.torch.state import Restored
+    from keepstep.checkpoint.torch.load import Restored
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +46,25 @@ class _Rejected(msgspec.Struct, frozen=True):
     """A candidate that was refused. `distrust`: nothing is damaged, it is signed by a key that is not trusted here."""
 
     record: QuarantineRecord
+    root: Root
     distrust: bool
 
 
-class Restore(msgspec.Struct, kw_only=True):
-    """One restore on one rank: what it is to look at, and how it talks to the other ranks."""
+class Candidate(msgspec.Struct, frozen=True):
+    """A checkpoint in one of the task's places."""
 
-    root: Path
+    place: int
+    entry: Listed
+
+
+class Restore(msgspec.Struct, kw_only=True):
+    """One restore on one rank: what it is to look at, and how it talks to the other ranks.
+
+    `roots` are where checkpoints last, nearest first; `memory` is what the job's nodes hold in memory, None when that is not asked.
+    """
+
+    roots: tuple[Root, ...]
+    memory: Source | None = None
     channel: Exchange
     rank: int
     world_size: int
@@ -66,33 +73,60 @@ class Restore(msgspec.Struct, kw_only=True):
     cycle: int
     only_run: str | None
     unsigned: bool
+    per_rank: frozenset[str]
+    rng_on_reshard: str = "refuse"
     timeout_s: float
     number: int = 0  # of the proposal that is open
 
+    @property
+    def places(self) -> tuple[Source, ...]:
+        """Everywhere a checkpoint may be read from, nearest first; the same on every rank."""
+        return self.roots if self.memory is None else (self.memory, *self.roots)
 
-def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Life:
-    """Load the newest valid checkpoint under the task's root into `state`, alike on all ranks.
+    @property
+    def where(self) -> str:
+        """The roots, for messages."""
+        return " and ".join(root.where for root in self.roots)
 
-    Raises RefuseToStartError, ChannelError (a rank does not answer within the time limit) or StorageError (a rank cannot
-    see the root).
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a restore ended: the life that begins, and the tier it was read from ("none" at step 0)."""
+
+    life: Life
+    tier: str
+
+
+def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Outcome:
+    """Load the newest valid checkpoint in the task's places into `state`, alike on all ranks.
+
+    Raises RefuseToStartError, ChannelError (a rank does not answer within the time limit) or StorageError (a rank cannot see the
+    root).
     """
     begin_ns = time.monotonic_ns()
-    life, restored = _lead(task, fresh_start) if task.rank == 0 else _follow(task)
+    life, restored, place = _lead(task, state, fresh_start) if task.rank == 0 else _follow(task, state)
+    tier = "none" if restored is None else _tier_of(task.places[place])
     if restored is not None and life.checkpoint is not None:
-        from keepstep.checkpoint.torch.state import load
+        from keepstep.checkpoint.torch.load import load
 
-        load(state, restored, life.checkpoint)
+        load(state, restored, life.checkpoint, task.rank)
     if task.rank == 0:
         fields = {
             "step": life.restored_step,
-            "source": "none" if life.checkpoint is None else "disk",
+            "source": tier,
             "checkpoint": life.checkpoint,
             "begin_ns": begin_ns,
             "end_ns": time.monotonic_ns(),
         }
         with contextlib.suppress(ChannelError):
             task.channel.report("restored", fields)
-    return life
+    return Outcome(life=life, tier=tier)
+
+
+def _tier_of(source: Source) -> str:
+    return source.tier
+
+
+_Result = tuple[Life, "Restored | None", int]
 
 
 # ---- rank 0
@@ -110,20 +144,22 @@ def verification_key(unsigned: bool) -> EllipticCurvePublicKey | None:
         raise
 
 
-def _lead(task: Restore, fresh_start: bool) -> tuple[Life, Restored | None]:
+def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
     try:
         trusted = verification_key(task.unsigned)
-        found = list_checkpoints(
-            open_root(task.root), trusted_key=trusted, allow_unsigned=task.unsigned, run_id=task.only_run
-        )
-        made_ns = [entry.manifest.facts.created_ns for entry in found if entry.manifest and entry.manifest.facts]
+        found = _list_all(task, trusted)
+        facts = [item.entry.manifest.facts for item in found if item.entry.manifest and item.entry.manifest.facts]
         # A clock that was set back must not make this life look older than what it restores.
-        started_ns = max([time.time_ns(), *(created + 1 for created in made_ns)])
+        started_ns = max([time.time_ns(), *(fact.created_ns + 1 for fact in facts)])
         start = Life(restored_step=0, started_ns=started_ns, scope=task.only_run)
-        if fresh_start and not _is_restart(task, found):
+        # When an earlier cycle of this very attempt has committed, the fresh start was then, and this is its restart.
+        restart = any(
+            (fact.run, fact.attempt) == (task.run_id, task.attempt) and fact.cycle < task.cycle for fact in facts
+        )
+        if fresh_start and not restart:
             task.channel.set("restore/0", {"start": msgspec.to_builtins(start)})
-            return start, None
-        return _propose_all(task, found, start, trusted)
+            return start, None, 0
+        return _propose_all(task, state, found, start)
     except BaseException as error:
         # Whatever the others wait for now, they find the error there.
         notice = {"error": f"rank 0: {error or type(error).__name__}", "refuse": isinstance(error, RefuseToStartError)}
@@ -133,209 +169,195 @@ def _lead(task: Restore, fresh_start: bool) -> tuple[Life, Restored | None]:
         raise
 
 
-def _is_restart(task: Restore, found: list[Listed]) -> bool:
-    """True when an earlier cycle of this very attempt has committed: the fresh start was then, and this is its restart."""
-    facts = [entry.manifest.facts for entry in found if entry.manifest is not None]
-    return any(
-        fact is not None and (fact.run, fact.attempt) == (task.run_id, task.attempt) and fact.cycle < task.cycle
-        for fact in facts
-    )
+def _list_all(task: Restore, trusted: EllipticCurvePublicKey | None) -> list[Candidate]:
+    """Every checkpoint in every place, newest first, each in the nearest place first; lives of all places count."""
+    found = []
+    for place, source in enumerate(task.places):
+        listed = list_checkpoints(source, trusted_key=trusted, allow_unsigned=task.unsigned, run_id=task.only_run)
+        found += [Candidate(place, entry) for entry in listed]
+    marked = mark_abandoned([item.entry for item in found])
+    found = [Candidate(item.place, entry) for item, entry in zip(found, marked, strict=True)]
+    found.sort(key=lambda item: item.place)
+    found.sort(key=lambda item: item.entry.name, reverse=True)
+    return found
 
 
-def _propose_all(
-    task: Restore, found: list[Listed], start: Life, trusted: EllipticCurvePublicKey | None
-) -> tuple[Life, Restored | None]:
+def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], start: Life) -> _Result:
     rejected: list[_Rejected] = []
-    for entry in found:
+    for item in found:
+        entry = item.entry
         if not entry.candidate:
             continue
         if entry.manifest is None:
-            _reject(task, rejected, entry, entry.error or "manifest", 0, distrust=entry.distrust)
+            _reject(task, rejected, item, entry.error or "manifest", 0, distrust=entry.distrust)
             continue
-        assert entry.manifest.facts is not None
-        _check_world(task, entry.manifest, entry.name.text)
         life = msgspec.structs.replace(
             start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=entry.manifest.digest
         )
-        restored = _propose(task, life, entry, rejected)
+        restored = _propose(task, state, life, item, rejected)
         task.number += 1
         if restored is not None:
-            for item in rejected:
-                if item.distrust:
+            for refused in rejected:
+                if refused.distrust:
                     # One checkpoint did verify with this key, so the key is right and the others are not ours.
-                    _quarantine(task, item.record)
-            return life, restored
+                    _quarantine(refused)
+            return life, restored, item.place
     _refuse_unless_empty(task, found, rejected)
     task.channel.set(f"restore/{task.number}", {"start": msgspec.to_builtins(start)})
-    return start, None
+    return start, None, 0
 
 
-def _check_world(task: Restore, manifest: Manifest, name: str) -> None:
-    assert manifest.facts is not None
-    if manifest.facts.world != task.world_size:
-        raise RefuseToStartError(
-            f"{name} was written by {manifest.facts.world} ranks, this job has {task.world_size}: random state and "
-            "data order of ranks that are not there would be lost. Start with the same number of ranks, or start fresh"
-        )
-
-
-def _propose(task: Restore, life: Life, entry: Listed, rejected: list[_Rejected]) -> Restored | None:
+def _propose(
+    task: Restore, state: dict[str, Any], life: Life, item: Candidate, rejected: list[_Rejected]
+) -> Restored | None:
     """Put one candidate to the vote; its values when all ranks accept."""
-    number = task.number
-    task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life)})
-    restored, own_vote = _examine(task, life)
+    number, source = task.number, task.places[item.place]
+    task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life), "place": item.place})
+    restored, own_vote = _examine(task, state, life, source)
     task.channel.set(f"restore/{number}/vote/0", own_vote)
     keys = [f"restore/{number}/vote/{rank}" for rank in range(task.world_size)]
     votes = task.channel.wait(keys, task.timeout_s)
     refusals = [(rank, votes[key]) for rank, key in enumerate(keys) if not votes[key]["ok"]]
     for rank, vote in refusals:
-        if vote.get("absent"):
+        if vote.get("refuse"):
+            raise RefuseToStartError(vote["reason"] if rank == 0 else f"rank {rank}: {vote['reason']}")
+        if vote.get("absent") and source is not task.memory:
             # The others see the folder: this host's mount is at fault, and the checkpoint is not to be blamed for it.
             raise StorageError(
-                f"rank {rank} cannot see {task.root / entry.name.text}: {vote['reason']}; is the checkpoint root mounted there?"
+                f"rank {rank} cannot see {source.where}/{item.entry.name.text}: {vote['reason']}; "
+                "is the checkpoint root mounted there?"
             )
     task.channel.set(f"restore/{number}/result", {"ok": not refusals})
     if not refusals:
         return restored
     rank, vote = refusals[0]
-    _reject(task, rejected, entry, vote["reason"], rank, file=vote.get("file"))
+    _reject(task, rejected, item, vote["reason"], rank, file=vote.get("file"))
     return None
 
 
 def _reject(
     task: Restore,
     rejected: list[_Rejected],
-    entry: Listed,
+    item: Candidate,
     reason: str,
     rank: int,
     *,
     file: str | None = None,
     distrust: str | None = None,
 ) -> None:
+    source, name = task.places[item.place], item.entry.name
     record = QuarantineRecord(
-        checkpoint=entry.name.text,
-        step=entry.name.step,
+        checkpoint=name.text,
+        step=name.step,
         reason=reason,
         file=file or reason.partition(":")[0],
         by_rank=rank,
         time=rfc3339(time.time_ns()),
     )
-    rejected.append(_Rejected(record, distrust == "key"))
-    print(f"keepstep: checkpoint {record.checkpoint} is refused by rank {rank}: {reason}", file=sys.stderr, flush=True)
-    if distrust is None:
-        _quarantine(task, record)
-    fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason}
+    where = " in memory" if source is task.memory else ""
+    print(
+        f"keepstep: checkpoint {record.checkpoint}{where} is refused by rank {rank}: {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if source is not task.memory:
+        # What memory holds ends with the job; the same checkpoint may still be whole where it lasts.
+        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust == "key")
+        rejected.append(refused)
+        if distrust is None:
+            _quarantine(refused)
+    fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
     with contextlib.suppress(ChannelError):
         task.channel.report("quarantined", fields)
 
 
-def _quarantine(task: Restore, record: QuarantineRecord) -> None:
+def _quarantine(refused: _Rejected) -> None:
     try:
-        write_quarantine(open_root(task.root), record)
+        write_quarantine(refused.root, refused.record)
     except StorageError as error:  # a root that is read-only can still be restored from
         print(f"keepstep: {error}", file=sys.stderr, flush=True)
 
 
-def _refuse_unless_empty(task: Restore, found: list[Listed], rejected: list[_Rejected]) -> None:
-    """Raises RefuseToStartError when the root holds anything that step 0 would put out of sight."""
+def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: list[_Rejected]) -> None:
+    """Raises RefuseToStartError when a root holds anything that step 0 would put out of sight."""
     override = (
         "`keepstep run --fresh-start` (KEEPSTEP_FRESH_START=1, or restore(fresh_start=True)) starts over at step 0"
     )
-    committed = [entry for entry in found if entry.committed]
+    found = [item for item in candidates if task.places[item.place] is not task.memory]
+    committed = [item for item in found if item.entry.committed]
     if committed:
-        newest = committed[0].name.text
-        why = rejected[0].record.reason if rejected else _why_not(task, committed[0])
+        newest = committed[0]
+        why = rejected[0].record.reason if rejected else _why_not(task.places[newest.place], newest.entry)
         keys = sum(item.distrust for item in rejected)
         hint = f"; {keys} are signed by a key other than {key_path()}" if keys else ""
         raise RefuseToStartError(
-            f"{task.root} holds {len(committed)} committed checkpoints, but none can be restored. "
-            f"Newest: {newest}: {why}{hint}. {override}"
+            f"{task.where} holds {len(committed)} committed checkpoints, but none can be restored. "
+            f"Newest: {newest.entry.name.text}: {why}{hint}. {override}"
         )
-    # Folders without a marker: the first save of this very run was cut short, and nothing is lost by starting at 0. The
-    # pointer file proves that something was committed once, and another run's folder may be a copy that lost its
-    # marker.
-    foreign = [entry.name.text for entry in found if entry.name.run_id != task.run_id]
-    if found and (foreign or (task.root / LATEST_NAME).exists()):
-        example = (foreign or [found[0].name.text])[0]
+    # Folders without a marker: the first save of this very run was cut short, and nothing is lost by starting at 0. The pointer
+    # file proves that something was committed once, and another run's folder may be a copy that lost its marker.
+    names = [item.entry.name for item in found]
+    foreign = [name.text for name in names if name.run_id != task.run_id]
+    if names and (foreign or any(root.committed_once() for root in task.roots)):
+        example = (foreign or [names[0].text])[0]
         raise RefuseToStartError(
-            f"{task.root} holds {len(found)} checkpoint folders without a manifest (e.g. {example}), so none can be "
+            f"{task.where} holds {len(names)} checkpoint folders without a manifest (e.g. {example}), so none can be "
             f"restored; were they copied without it? {override}"
         )
-    if found:
+    if names:
         print(
-            f"keepstep: {len(found)} unfinished saves of this run under {task.root}, starting at step 0",
+            f"keepstep: {len(names)} unfinished saves of this run under {task.where}, starting at step 0",
             file=sys.stderr,
         )
 
 
-def _why_not(task: Restore, entry: Listed) -> str:
+def _why_not(source: Source, entry: Listed) -> str:
     if entry.quarantined:
-        return f"quarantined, see {quarantine_file(task.root, entry.name.text)}"
+        return f"quarantined, see its record in {source.where}"
     return f"abandoned by {entry.abandoned_by}" if entry.abandoned_by else (entry.error or "unknown")
 
 
 # ---- every rank
 
 
-def _examine(task: Restore, life: Life) -> tuple[Restored | None, dict[str, Any]]:
+def _examine(
+    task: Restore, state: dict[str, Any], life: Life, source: Source
+) -> tuple[Restored | None, dict[str, Any]]:
     """Verify and decode everything this rank needs of a candidate; the values, and this rank's vote."""
+    from keepstep.checkpoint.torch.read import Want, read_checkpoint
+
     assert life.checkpoint is not None
-    folder = task.root / life.checkpoint
+    want = Want(
+        state=state,
+        per_rank=task.per_rank,
+        rank=task.rank,
+        world_size=task.world_size,
+        rng_on_reshard=task.rng_on_reshard,
+    )
     try:
-        if not folder.is_dir():
+        if source.files(life.checkpoint) is None:
             return None, {"ok": False, "absent": True, "reason": "no such folder"}
-        return read_checkpoint(folder, life.parent, task.rank), {"ok": True}
-    except (VerificationError, StorageError) as error:
+        return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
+    except RefuseToStartError as error:
+        return None, {"ok": False, "refuse": True, "reason": error.message}
+    except (VerificationError, StorageError, ChannelError) as error:
         return None, {"ok": False, "reason": str(error), "file": str(error).partition(":")[0]}
-
-
-def read_checkpoint(folder: Path, manifest_digest: str | None, rank: int) -> Restored:
-    """Verify and decode all replicated values and those of `rank`. Raises VerificationError or StorageError.
-
-    The signature is not checked here: `manifest_digest` is the SHA-256 of a manifest whose signature was.
-    """
-    from keepstep.checkpoint.torch.state import rebuild
-
-    source, text = open_root(folder.parent), folder.name
-    manifest = read_manifest(source, text, trusted_key=None, allow_unsigned=True, expected_digest=manifest_digest)
-    check_files(source, text, manifest)
-    facts, files = manifest.facts, {file.name: file for file in manifest.files}
-    if facts is None or INDEX_NAME not in files:
-        raise VerificationError(f"{INDEX_NAME}: is not listed in the manifest")
-    names = [rank_file_name(writer, facts.world) for writer in range(min(facts.world, len(files)))]
-    if set(files) != {INDEX_NAME, *names} or len(names) != facts.world:
-        raise VerificationError(f"{folder.name}: the manifest does not list one file for each of {facts.world} ranks")
-    data_bytes = sum(files[name].size_bytes for name in names)
-    index = parse_index(read_verified(source, text, files[INDEX_NAME]), INDEX_NAME, data_bytes=data_bytes)
-    if index.world != facts.world:
-        raise VerificationError(f"{INDEX_NAME}: speaks of {index.world} ranks, the manifest of {facts.world}")
-    assembly = Assembly(index)
-    own = None
-    for writer, name in enumerate(names):
-        data = read_verified(source, text, files[name])
-        spans = parse_header(data, len(data), name)
-        assembly.add(writer, data, spans, name)
-        if writer == rank:
-            own = own_buffers(data, spans, name)
-    if own is None:
-        raise VerificationError(f"{folder.name}: has no file of rank {rank}")
-    return rebuild(index, assembly.buffers, own[0], own[1], names[rank])
 
 
 # ---- the other ranks
 
 
-def _follow(task: Restore) -> tuple[Life, Restored | None]:
+def _follow(task: Restore, state: dict[str, Any]) -> _Result:
     while True:
         number = task.number
         proposal = _await(task, f"restore/{number}")
         if "start" in proposal:
-            return msgspec.convert(proposal["start"], Life), None
-        life = msgspec.convert(proposal["try"], Life)
-        restored, vote = _examine(task, life)
+            return msgspec.convert(proposal["start"], Life), None, 0
+        life, place = msgspec.convert(proposal["try"], Life), int(proposal["place"])
+        restored, vote = _examine(task, state, life, task.places[place])
         task.channel.set(f"restore/{number}/vote/{task.rank}", vote)
         if _await(task, f"restore/{number}/result")["ok"]:
-            return life, restored
+            return life, restored, place
         task.number += 1
 
 

@@ -1,29 +1,25 @@
-"""Making and committing a checkpoint folder. The marker is written last, and its presence is the commit."""
+"""Committing a checkpoint: its facts, the signed manifest over its files, and the marker, which is written last."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from keepstep.checkpoint.format.layout import LATEST_NAME, MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.writer import FileFact, replace_file
+import msgspec
+
+from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
+from keepstep.checkpoint.storage.source import Root
+from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
-from keepstep.records.codec import rfc3339
+from keepstep.records.codec import rfc3339, to_json
 from keepstep.records.errors import StorageError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-
-def make_folder(root: Path, name: FolderName) -> Path:
-    """Create a new, durable folder for `name` under `root`, numbered when an older try exists. Raises StorageError."""
-    return root / PosixRoot(root).make_folder(name)
 
 
 def writer_facts(
@@ -35,6 +31,7 @@ def writer_facts(
     restored_from: str | None,
     scope: str | None,
     life_started_ns: int,
+    metrics: Mapping[str, float] | None = None,
 ) -> Facts:
     """Facts of a checkpoint that this process commits now."""
     now_ns = time.time_ns()
@@ -52,34 +49,50 @@ def writer_facts(
         restored_from=restored_from,
         scope=scope,
         life_started_ns=life_started_ns,
+        metrics=dict(metrics or {}),
     )
 
 
+def _marker(folder: str, files: list[FileFact], facts: Facts, key: EllipticCurvePrivateKey | None) -> tuple[str, bytes]:
+    """Name and content of the marker: signed unless `key` is None."""
+    name = MARKER_UNSIGNED if key is None else MARKER_SIGNED
+    statement = build_statement(folder, files, facts, marker=name)
+    return name, statement if key is None else sign_statement(statement, key)
+
+
 def commit(
-    folder: Path,
+    root: Root,
+    folder: str,
     files: list[FileFact],
     facts: Facts,
     key: EllipticCurvePrivateKey | None,
     *,
     may_publish: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Publish `folder`: sign (unless `key` is None) and put the marker in place, durably.
+    """Publish `folder` of `root`: sign (unless `key` is None) and put the marker in place, durably.
 
-    All `files` must be written and fsynced already. `may_publish` is asked last and raises StorageError when it must not
-    be. Raises StorageError; then nothing is published.
+    All `files` must be durable already. `may_publish` is asked last and raises StorageError when it must not be. Raises
+    StorageError; then nothing is published.
     """
-    marker = MARKER_UNSIGNED if key is None else MARKER_SIGNED
-    statement = build_statement(folder.name, files, facts, marker=marker)
-    data = statement if key is None else sign_statement(statement, key)
-    PosixRoot(folder.parent).publish(folder.name, marker, data, may_publish=may_publish)
+    marker, data = _marker(folder, files, facts, key)
+    root.publish(folder, marker, data, may_publish=may_publish)
     return parse_manifest(
         data, marker, trusted_key=None if key is None else key.public_key(), allow_unsigned=key is None
     )
 
 
-def write_latest(root: Path, step: int) -> None:
-    """Write the pointer file other tools look for. It is never read back as truth, so a failure is only said."""
-    try:
-        replace_file(root / LATEST_NAME, f"{step}\n".encode())
-    except StorageError as error:
-        print(f"keepstep: {error} (the checkpoint itself is committed)", file=sys.stderr, flush=True)
+def memory_marker(
+    folder: str, files: list[FileFact], facts: Facts, algorithm: str, key: EllipticCurvePrivateKey | None
+) -> tuple[str, bytes]:
+    """Name and content of the marker of a set in memory, whose data files are listed by fingerprints of `algorithm`."""
+    return _marker(folder, files, msgspec.structs.replace(facts, memory=algorithm), key)
+
+
+def write_tier_note(root: Root, folder: str, kept: bool) -> None:
+    """Note beside the checkpoint which tiers hold it, for people and for pruning. A note that fails is no harm."""
+    now = rfc3339(time.time_ns())
+    reached = [{"tier": root.tier, "time": now}, *([{"tier": "shm", "time": now}] if kept else [])]
+    with contextlib.suppress(StorageError):
+        root.put_record(
+            "tiers", folder, to_json({"schema": "keepstep.tiers/1", "checkpoint": folder, "reached": reached})
+        )

@@ -1,58 +1,74 @@
-"""The background half of a save: write this rank's file, tell rank 0, and let rank 0 commit for all."""
+"""The background half of a save: seal this rank's image, keep it, write it, tell rank 0, and let rank 0 commit for all."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.format.blocks import fingerprint_blocks
 from keepstep.checkpoint.format.index import Index
 from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
-from keepstep.checkpoint.format.plan import StoredTensor, plan_digest
-from keepstep.checkpoint.format.shard import build_header
 from keepstep.checkpoint.restore.vote import Life
-from keepstep.checkpoint.save.commit import commit, make_folder, write_latest, writer_facts
-from keepstep.checkpoint.storage.writer import FileFact, write_file
+from keepstep.checkpoint.save.commit import commit, memory_marker, write_tier_note, writer_facts
+from keepstep.checkpoint.save.memoryset import ImageFact, MemorySet, fingerprint_fact
+from keepstep.checkpoint.save.sealing import Sealed
+from keepstep.checkpoint.save.slots import Slot
+from keepstep.checkpoint.save.writerclient import ImageWriter
+from keepstep.checkpoint.storage.posix import PosixRoot
+from keepstep.checkpoint.storage.source import Root
+from keepstep.checkpoint.storage.targets import PosixFile
+from keepstep.checkpoint.storage.writer import FileFact
+from keepstep.checkpoint.trust.manifest import Facts
 from keepstep.records.errors import ChannelError, StorageError
+
+_KEYS_AT_ONCE = 500  # values of that many ranks fit into one frame of the side channel
+_LOOK_EVERY_S = 1.0
 
 
 class SaveJob(msgspec.Struct, kw_only=True):
-    """One staged save of this rank. `data` is the staging buffer: it is not touched again before the save is over.
+    """One staged save of this rank. The slot is not touched again before the save is over.
 
-    What costs time but needs no live tensor (header, index) is made from it on the saving thread.
+    `durable`: written to the root; otherwise it is kept in memory only. `memory`: what keeps it there, None for not at all. `plan`
+    is the digest of what all ranks are to save.
     """
 
-    root: Path
     name: FolderName
-    entries: dict[str, StoredTensor]
-    data: memoryview
+    slot: Slot
+    file_bytes: int
     index: Index
+    plan: str
     life: Life
     key: Any
     begun_ns: int
     """When staging began (CLOCK_MONOTONIC)."""
+    durable: bool = True
+    memory: MemorySet | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a save ended: `error` None means committed at `path`, whose manifest has SHA-256 `digest`."""
+    """How a save ended. Without `error`: as folder `checkpoint`, committed (its manifest has SHA-256 `digest`) when it was durable.
+
+    `kept`: the memory tier holds all of it. `persist_ns`: time from the begin of the background half to the commit.
+    """
 
     step: int
-    path: Path | None = None
+    durable: bool
+    checkpoint: str | None = None
     digest: str | None = None
     error: str | None = None
+    kept: bool = False
     persist_ns: int = 0
-
-
-def _write_own(job: SaveJob, path: Path) -> FileFact:
-    return write_file(path, [build_header(job.entries, {"format": "pt"}), job.data])
 
 
 class Saver:
@@ -64,14 +80,24 @@ class Saver:
     def __init__(
         self,
         channel: Exchange,
+        root: Root,
+        writer: ImageWriter,
         *,
         rank: int,
         world_size: int,
         timeout_s: float,
         may_commit: Callable[[], None] = lambda: None,
+        on_commit: Callable[[str], None] = lambda _folder: None,
+        delay_s: float = 0.0,
     ) -> None:
-        """`may_commit` is called right before the marker is written and raises StorageError when it must not be."""
+        """`may_commit` is called right before the marker is written and raises StorageError when it must not be.
+
+        `on_commit` is called on rank 0 with the folder's name once it is committed. `delay_s` holds back this rank's write, never
+        the staging, so that not all ranks of a large job write at once.
+        """
         self._channel = channel
+        self._root = root
+        self._writer = writer
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
@@ -79,33 +105,37 @@ class Saver:
         self._outcome: Outcome | None = None
         self._number = 0
         self._may_commit = may_commit
+        self._on_commit = on_commit
+        self._delay_s = delay_s
         self._took_s: deque[float] = deque(maxlen=20)
         self._begun_ns = 0
         self.parent: str | None = None
-        self.newest: Path | None = None
+        self.newest: str | None = None
         self.committed_step: int | None = None
         self.failures_in_row = 0
         self.last_error: str | None = None
 
-    def continue_from(self, step: int, path: Path, digest: str | None) -> None:
-        """The checkpoint at `path`, whose manifest has SHA-256 `digest`, is the newest: the next one names it as parent."""
-        self.parent, self.newest, self.committed_step = digest, path, step
+    def continue_from(self, step: int, checkpoint: str, digest: str | None, *, durable: bool) -> None:
+        """`checkpoint`, whose manifest has SHA-256 `digest`, is the newest: the next one names it as parent."""
+        self.parent = digest
+        if durable:
+            self.newest, self.committed_step = checkpoint, step
 
     def begin(self, job: SaveJob) -> None:
         """Start the save; the one before must have been waited for."""
         assert self._thread is None, "one save in flight"
         self._number += 1
         self._begun_ns = job.begun_ns
+        job.slot.busy = True
+        job.slot.kept = None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
-    def refuse(self, step: int, error: str) -> None:
+    def refuse(self, step: int, error: str, *, durable: bool) -> None:
         """This rank cannot take part in the save of `step` that begins: tell the others, count it as failed."""
         self._number += 1
-        outcome = Outcome(step=step, error=f"rank {self._rank}: {error}")
-        key = "folder" if self._rank == 0 else f"rank/{self._rank}"
-        with contextlib.suppress(ChannelError):
-            self._channel.set(f"ckpt/{self._number}/{key}", {"error": error})
+        outcome = Outcome(step=step, durable=durable, error=f"rank {self._rank}: {error}")
+        self._tell_failure(self._number, error)
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
@@ -115,9 +145,13 @@ class Saver:
         took = list(self._took_s)
         return statistics.median(took) if took else None
 
+    def in_flight(self) -> bool:
+        """True while a save is being carried out."""
+        return self._thread is not None and self._thread.is_alive()
+
     def in_flight_s(self, expected_s: float) -> float:
         """Seconds until the save in flight is over when it takes `expected_s` in all; 0 when there is none."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self.in_flight():
             return 0.0
         return max(0.0, expected_s - (time.monotonic_ns() - self._begun_ns) / 1e9)
 
@@ -127,8 +161,8 @@ class Saver:
             self._thread.join()
             self._thread = None
         outcome, self._outcome = self._outcome, None
-        if outcome is None:
-            return None
+        if outcome is None or not outcome.durable:
+            return outcome
         if outcome.error is None:
             self.failures_in_row, self.last_error = 0, None
         else:
@@ -137,56 +171,115 @@ class Saver:
         return outcome
 
     def _work(self, job: SaveJob, number: int) -> None:
-        begin_ns = time.monotonic_ns()
         try:
-            outcome = self._lead(job, number, begin_ns) if self._rank == 0 else self._follow(job, number)
+            outcome = self._lead(job, number) if self._rank == 0 else self._follow(job, number)
         except Exception as error:  # whatever went wrong, training goes on and all ranks learn of it
-            outcome = Outcome(step=job.name.step, error=f"rank {self._rank}: {type(error).__name__}: {error}")
-        if outcome.path is not None:
+            text = str(error) or type(error).__name__
+            self._tell_failure(number, text)
+            where = "" if self._rank == 0 else f"rank {self._rank}: "  # rank 0's error names the rank that failed
+            outcome = Outcome(step=job.name.step, durable=job.durable, error=f"{where}{text}")
+        if outcome.checkpoint is not None and job.durable:
             self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
-            self.continue_from(outcome.step, outcome.path, outcome.digest)
+            self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
+        job.slot.kept = outcome.step if outcome.kept else None
+        job.slot.busy = False
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
 
+    def _tell_failure(self, number: int, error: str) -> None:
+        """Tell the other ranks that this one failed, wherever they wait for it."""
+        keys = ("folder", "result") if self._rank == 0 else (f"sealed/{self._rank}", f"rank/{self._rank}", "failed")
+        for key in keys:
+            with contextlib.suppress(ChannelError):
+                self._channel.cas(f"ckpt/{number}/{key}", {"error": error, "rank": self._rank})
+
     def _report(self, outcome: Outcome) -> None:
+        fields: dict[str, Any] = {"step": outcome.step}
+        kind = "committed" if outcome.durable else "kept"
+        if outcome.error is None:
+            fields |= {"checkpoint": outcome.checkpoint, "persist_ns": outcome.persist_ns, "kept": outcome.kept}
+        else:
+            kind = "ckpt_failed"
+            fields |= {"error": outcome.error, "tier": self._root.tier if outcome.durable else "shm"}
         with contextlib.suppress(ChannelError):
-            if outcome.error is None and outcome.path is not None:
-                fields = {"step": outcome.step, "checkpoint": outcome.path.name, "persist_ns": outcome.persist_ns}
-                self._channel.report("committed", fields)
-            else:
-                self._channel.report("ckpt_failed", {"step": outcome.step, "error": outcome.error})
+            self._channel.report(kind, fields)
+
+    # ---- this rank's image
+
+    def _store(self, job: SaveJob, folder: str, number: int) -> FileFact | None:
+        """Seal the image, keep it, and write it when the save is durable. Raises StorageError."""
+        if self._delay_s and job.durable:
+            time.sleep(self._delay_s)
+        name = rank_file_name(self._rank, self._world_size)
+
+        def on_sealed(sealed: Sealed) -> None:
+            self._keep_own(job, folder, name, sealed, number)
+
+        slot, size = job.slot, job.file_bytes
+        if job.durable and isinstance(self._root, PosixRoot):
+            target = PosixFile(path=str(self._root.path.absolute() / folder / name))
+            return self._writer.write(slot.fd, size, target, self._timeout_s, on_sealed=on_sealed)
+        sealed = self._writer.seal(slot.fd, size, self._timeout_s)
+        on_sealed(sealed)
+        if not job.durable:
+            return None
+        fact = self._root.put_file(folder, name, [slot.view(size)])
+        if fingerprint_blocks(slot.view(size))[1] != sealed.fingerprints:
+            raise StorageError(f"{name}: the staging buffer changed while it was written")
+        return msgspec.structs.replace(fact, blocks=sealed.blocks)
+
+    def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
+        """Keep the sealed image in memory and say so; that this fails is no failure of the save."""
+        if job.memory is None:
+            return
+        facts = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle, "attempt": job.name.attempt}
+        said: dict[str, Any]
+        try:
+            job.memory.keep_image(folder, name, sealed.file_bytes, sealed.algorithm, sealed.fingerprints, facts)
+        except (ChannelError, OSError) as error:
+            said = {"error": str(error)}
+        else:
+            prints = hashlib.sha256(sealed.fingerprints).hexdigest()
+            said = msgspec.to_builtins(
+                ImageFact(size_bytes=sealed.file_bytes, algorithm=sealed.algorithm, prints_sha256=prints, plan=job.plan)
+            )
+        with contextlib.suppress(ChannelError):
+            self._channel.set(f"ckpt/{number}/sealed/{self._rank}", said)
 
     # ---- rank 0
 
-    def _lead(self, job: SaveJob, number: int, begin_ns: int) -> Outcome:
-        step = job.name.step
-        try:
-            folder = make_folder(job.root, job.name)
-        except StorageError as error:
-            self._channel.set(f"ckpt/{number}/folder", {"error": str(error)})
-            return Outcome(step=step, error=str(error))
-        self._channel.set(f"ckpt/{number}/folder", {"name": folder.name})
-        try:
-            digest = self._publish(job, folder, number)
-        except Exception as error:
-            text = str(error) or type(error).__name__
-            self._channel.set(f"ckpt/{number}/result", {"error": text})
-            return Outcome(step=step, error=text)
+    def _lead(self, job: SaveJob, number: int) -> Outcome:
+        begin_ns, step = time.monotonic_ns(), job.name.step
+        folder = self._root.make_folder(job.name) if job.durable else job.name.text
+        self._channel.set(f"ckpt/{number}/folder", {"name": folder})
+        own = self._store(job, folder, number)
+        kept = job.memory is not None and self._keep_set(job, folder, number)
+        digest = None
+        if job.durable:
+            assert own is not None
+            digest = self._publish(job, folder, number, own)
+        elif not kept:
+            raise StorageError("not all ranks could keep their image in memory")
         # The commit is durable; a channel that fails now changes nothing about that.
         with contextlib.suppress(ChannelError):
-            self._channel.set(f"ckpt/{number}/result", {"digest": digest})
-        write_latest(job.root, step)
-        return Outcome(step=step, path=folder, digest=digest, persist_ns=time.monotonic_ns() - begin_ns)
+            self._channel.set(f"ckpt/{number}/result", {"digest": digest, "kept": kept})
+        if job.durable:
+            write_tier_note(self._root, folder, kept)
+            self._root.note_latest(step)
+            self._on_commit(folder)
+        return Outcome(
+            step=step,
+            durable=job.durable,
+            checkpoint=folder,
+            digest=digest,
+            kept=kept,
+            persist_ns=time.monotonic_ns() - begin_ns,
+        )
 
-    def _publish(self, job: SaveJob, folder: Path, number: int) -> str:
-        own = _write_own(job, folder / rank_file_name(0, self._world_size))
-        files = [own, *self._collect(job, number)]
-        files.append(write_file(folder / INDEX_NAME, [msgspec.json.encode(job.index)]))
-        if not self._channel.grant(folder.name, job.name.step):
-            raise StorageError(f"{folder.name}: the launcher did not grant the commit (this cycle is over)")
+    def _facts(self, job: SaveJob) -> Facts:
         life = job.life
-        facts = writer_facts(
+        return writer_facts(
             job.name,
             world=self._world_size,
             parent=self.parent,
@@ -194,52 +287,106 @@ class Saver:
             restored_from=life.checkpoint,
             scope=life.scope,
             life_started_ns=life.started_ns,
+            metrics=job.metrics,
         )
-        return commit(folder, files, facts, job.key, may_publish=self._may_commit).digest
 
-    def _collect(self, job: SaveJob, number: int) -> list[FileFact]:
-        """The files of all other ranks. Raises StorageError as soon as one rank failed or holds another state."""
-        deadline = time.monotonic() + self._timeout_s
-        files = []
-        plan = plan_digest(job.index.tensors, job.index.aliases)
-        for rank in range(1, self._world_size):
-            key = f"ckpt/{number}/rank/{rank}"
-            value = self._channel.wait([key], max(0.0, deadline - time.monotonic()))[key]
-            if "error" in value:
-                raise StorageError(f"rank {rank}: {value['error']}")
-            if value["plan"] != plan:
+    def _keep_set(self, job: SaveJob, folder: str, number: int) -> bool:
+        """Make the memory tier's set whole: index and signed marker. False when some rank could not keep its image."""
+        assert job.memory is not None
+        try:
+            sealed = self._collect(number, "sealed", range(self._world_size))
+            facts = {rank: msgspec.convert(value, ImageFact) for rank, value in sealed.items()}
+            if any(fact.plan != job.plan for fact in facts.values()):
+                return False  # said by the commit, with the rank
+            files = [fingerprint_fact(rank_file_name(rank, self._world_size), fact) for rank, fact in facts.items()]
+            index = msgspec.json.encode(job.index)
+            files.append(FileFact(name=INDEX_NAME, size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest()))
+            marker, data = memory_marker(folder, files, self._facts(job), facts[0].algorithm, job.key)
+            mark = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle}
+            job.memory.keep_bytes("index", folder, INDEX_NAME, index, mark)
+            job.memory.keep_bytes("marker", folder, marker, data, mark)
+        except (ChannelError, StorageError):
+            return False
+        return True
+
+    def _publish(self, job: SaveJob, folder: str, number: int, own: FileFact) -> str:
+        others = self._collect(number, "rank", range(1, self._world_size))
+        files = [own]
+        for rank, value in others.items():
+            if value["plan"] != job.plan:
                 raise StorageError(
-                    f"rank {rank} holds other tensors than rank 0 (names, shapes or types differ); "
+                    f"rank {rank} holds other tensors than rank 0 (names, shapes, types or meshes differ); "
                     "give the names of what differs as per_rank"
                 )
-            expected = rank_file_name(rank, self._world_size)
-            file = msgspec.convert(value, FileFact)
+            file, expected = msgspec.convert(value["file"], FileFact), rank_file_name(rank, self._world_size)
             if file.name != expected:
                 raise StorageError(f"rank {rank} wrote {file.name}, expected {expected}")
             files.append(file)
-        return files
+        files.append(self._root.put_file(folder, INDEX_NAME, [msgspec.json.encode(job.index)]))
+        if not self._channel.grant(folder, job.name.step):
+            raise StorageError(f"{folder}: the launcher did not grant the commit (this cycle is over)")
+        return commit(self._root, folder, files, self._facts(job), job.key, may_publish=self._may_commit).digest
+
+    def _collect(self, number: int, what: str, ranks: range) -> dict[int, dict[str, Any]]:
+        """What `ranks` say of their part.
+
+        Raises StorageError as soon as a rank is found to have failed, ChannelError at the time limit.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        result: dict[int, dict[str, Any]] = {}
+        for begin in range(ranks.start, ranks.stop, _KEYS_AT_ONCE):
+            keys = {f"ckpt/{number}/{what}/{rank}": rank for rank in ranks if begin <= rank < begin + _KEYS_AT_ONCE}
+            values = self._wait(number, list(keys), deadline)
+            for key, rank in keys.items():
+                if "error" in values[key]:
+                    raise StorageError(f"rank {rank}: {values[key]['error']}")
+                result[rank] = values[key]
+        return result
+
+    def _wait(self, number: int, keys: list[str], deadline: float) -> dict[str, Any]:
+        """Values of `keys`; looks now and then whether some rank has failed meanwhile, so that nobody waits for the slowest."""
+        while True:
+            begin_s = time.monotonic()
+            slice_s = max(0.0, min(_LOOK_EVERY_S, deadline - begin_s))
+            try:
+                return self._channel.wait(keys, slice_s)
+            except ChannelError:
+                now_s = time.monotonic()
+                if now_s >= deadline or now_s - begin_s < slice_s:
+                    raise  # not just the end of this slice
+            failed = self._channel.get(f"ckpt/{number}/failed")
+            if isinstance(failed, dict):
+                raise StorageError(f"rank {failed['rank']}: {failed['error']}")
 
     # ---- the other ranks
 
     def _follow(self, job: SaveJob, number: int) -> Outcome:
-        step = job.name.step
         key = f"ckpt/{number}/folder"
         place = self._channel.wait([key], self._timeout_s)[key]
         if "error" in place:
-            return Outcome(step=step, error=place["error"])
-        folder = job.root / place["name"]
-        report = f"ckpt/{number}/rank/{self._rank}"
+            return Outcome(step=job.name.step, durable=job.durable, error=place["error"])
         try:
-            file = _write_own(job, folder / rank_file_name(self._rank, self._world_size))
+            file = self._store(job, place["name"], number)
         except Exception as error:
-            self._channel.set(report, {"error": str(error) or type(error).__name__})
+            self._tell_failure(number, str(error) or type(error).__name__)
         else:
-            self._channel.set(
-                report, {**msgspec.to_builtins(file), "plan": plan_digest(job.index.tensors, job.index.aliases)}
-            )
+            if file is not None:
+                said = {"file": msgspec.to_builtins(file), "plan": job.plan}
+                self._channel.set(f"ckpt/{number}/rank/{self._rank}", said)
         result_key = f"ckpt/{number}/result"
         # Rank 0 gives up after its own time limit and then says so; wait a little longer than that.
         result = self._channel.wait([result_key], 2 * self._timeout_s)[result_key]
         if "error" in result:
-            return Outcome(step=step, error=result["error"])
-        return Outcome(step=step, path=folder, digest=result["digest"])
+            return Outcome(step=job.name.step, durable=job.durable, error=result["error"])
+        return Outcome(
+            step=job.name.step,
+            durable=job.durable,
+            checkpoint=place["name"],
+            digest=result["digest"],
+            kept=bool(result["kept"]),
+        )
+
+
+def folder_path(root: Root, folder: str) -> Path | None:
+    """Where `folder` lies on a file system; None on an object store."""
+    return root.path / folder if isinstance(root, PosixRoot) else None

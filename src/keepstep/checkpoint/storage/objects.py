@@ -196,6 +196,13 @@ class ObjectRoot(msgspec.Struct, frozen=True):
 
     # ---- writing
 
+    def committed_once(self) -> bool:
+        """See source.Source. There is no pointer: the trainer's identity may not overwrite an object."""
+        return False
+
+    def note_latest(self, step: int) -> None:
+        """See source.Sink. Nothing, for the same reason."""
+
     def make_folder(self, name: FolderName) -> str:
         """See source.Sink. The claim is an object made conditionally, so of two writers one goes on to the next number."""
         claim = to_json(

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.checkpoint.format.layout import (
+    LATEST_NAME,
     MARKERS,
     MAX_MANIFEST_BYTES,
     SIDE_FOLDER,
@@ -173,7 +174,18 @@ class PosixRoot(msgspec.Struct, frozen=True):
             raise storage_error("list", folder, error) from error
         return frozenset(name[: -len(".json")] for name in names if name.endswith(".json") and name[0] != ".")
 
+    def committed_once(self) -> bool:
+        """See source.Source."""
+        return (self.path / LATEST_NAME).exists()
+
     # ---- writing
+
+    def note_latest(self, step: int) -> None:
+        """See source.Sink."""
+        try:
+            replace_file(self.path / LATEST_NAME, f"{step}\n".encode())
+        except StorageError as error:
+            print(f"keepstep: {error} (the checkpoint itself is committed)", file=sys.stderr, flush=True)
 
     def make_folder(self, name: FolderName) -> str:
         """See source.Sink."""

@@ -81,6 +81,9 @@ class Source(Protocol):
     def record_names(self, kind: str) -> frozenset[str]:
         """Names of the side records of `kind`, for those whose presence alone counts."""
 
+    def committed_once(self) -> bool:
+        """True when something beside the folders says that a checkpoint was committed here before."""
+
 
 class Sink(Protocol):
     """Where checkpoints are written. Every method raises StorageError when it fails; nothing is ever overwritten."""
@@ -98,6 +101,9 @@ class Sink(Protocol):
 
         A marker with the same bytes is our own earlier try and counts as success; with others, another writer committed.
         """
+
+    def note_latest(self, step: int) -> None:
+        """Write the pointer that other tools look for, where there is one. Never read back as truth, so failing is only said."""
 
     def put_record(self, kind: str, name: str, data: bytes) -> str:
         """Write a side record, once: other content under a name that is taken is an error. Returns where it lies."""

@@ -18,12 +18,16 @@ CHUNK_BYTES = 16 << 20
 _INLINE_BYTES = 1 << 20  # below this a thread costs more than it hides
 
 
-class FileFact(msgspec.Struct, frozen=True, kw_only=True):
-    """A file as a manifest lists it: plain name, size in bytes, SHA-256 in hexadecimal."""
+class FileFact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file as a manifest lists it: plain name, size in bytes, SHA-256 in hexadecimal.
+
+    `blocks` names the digests at its end (see keepstep.checkpoint.format.blocks); None when it has none.
+    """
 
     name: str
     size_bytes: int
     sha256: str
+    blocks: str | None = None
 
 
 class Hasher:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from keepstep.checkpoint.format.blocks import body_bytes, parse_blocks_field
 from keepstep.checkpoint.format.layout import (
     MARKER_SIGNED,
     MARKER_UNSIGNED,
@@ -56,6 +57,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `restored_step`, `restored_from` and `life_started_ns` say where the cycle that wrote it began: the lineage is read
     from these. `scope` is the run id when that restore looked at one run only, None when it looked at the whole root.
+    `metrics` are what the script gave with the save. `memory` is set for a set in memory alone: the algorithm of the fingerprints
+    that its data files are listed by.
     """
 
     run: str
@@ -71,6 +74,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     life_started_ns: int
     restored_from: str | None = None
     scope: str | None = None
+    metrics: dict[str, float] = {}
+    memory: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +98,7 @@ class _Resource(msgspec.Struct, frozen=True):
     algorithm: str
     digest: str
     size: int = -1
+    blocks: str | None = None
 
 
 class _Serialization(msgspec.Struct, frozen=True):
@@ -147,6 +153,12 @@ def root_digest(files: list[FileFact] | tuple[FileFact, ...]) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(file.sha256) for file in files)).hexdigest()
 
 
+def _resource(file: FileFact) -> dict[str, Any]:
+    """A file's entry. Other verifiers read name, algorithm and digest, and pass over the rest."""
+    entry = {"name": file.name, "algorithm": "sha256", "digest": file.sha256, "size": file.size_bytes}
+    return entry if file.blocks is None else {**entry, "blocks": file.blocks}
+
+
 def build_statement(folder: str, files: list[FileFact], facts: Facts, *, marker: str) -> bytes:
     """The in-toto statement over `files` (sorted here by name) as JSON."""
     ordered = sorted(files, key=lambda file: file.name)
@@ -161,10 +173,7 @@ def build_statement(folder: str, files: list[FileFact], facts: Facts, *, marker:
                 "allow_symlinks": False,
                 "ignore_paths": [marker],
             },
-            "resources": [
-                {"name": file.name, "algorithm": "sha256", "digest": file.sha256, "size": file.size_bytes}
-                for file in ordered
-            ],
+            "resources": [_resource(file) for file in ordered],
             "keepstep": facts,
         },
     }
@@ -278,7 +287,12 @@ def _parse_statement(payload: bytes, marker: str, digest: str, key_sha256: str |
             bytes.fromhex(resource.digest)
         except ValueError:
             raise VerificationError(f"{marker}: {resource.name}: digest is not hexadecimal") from None
-        files.append(FileFact(name=resource.name, size_bytes=resource.size, sha256=resource.digest))
+        if resource.blocks is not None:
+            parse_blocks_field(resource.blocks, f"{marker}: {resource.name}")
+            body_bytes(resource.size)
+        files.append(
+            FileFact(name=resource.name, size_bytes=resource.size, sha256=resource.digest, blocks=resource.blocks)
+        )
     names = [file.name for file in files]
     if names != sorted(set(names)):
         raise VerificationError(f"{marker}: resources are not sorted by name or a name is there twice")

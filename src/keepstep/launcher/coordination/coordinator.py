@@ -27,12 +27,13 @@ from keepstep.launcher.coordination.admission import Admission, RefusedConnectio
 from keepstep.launcher.coordination.commands import operate, status_of
 from keepstep.launcher.coordination.connection import Connection
 from keepstep.launcher.coordination.cyclefiles import CycleFiles
+from keepstep.launcher.coordination.holdings import Holdings
 from keepstep.launcher.coordination.job import Job
 from keepstep.launcher.coordination.journal import Journal, read_records
 from keepstep.launcher.coordination.leases import LeaseBook
 from keepstep.launcher.coordination.noprogress import read_marker
-from keepstep.launcher.coordination.state import JobShape, Record
-from keepstep.launcher.coordination.topology import read_topology
+from keepstep.launcher.coordination.shape import job_shape
+from keepstep.launcher.coordination.state import Record
 from keepstep.records.codec import from_json, to_json
 
 ENDS_CYCLE = ("decision", "verdict")
@@ -79,6 +80,7 @@ class Coordinator:
         new = not opens or (opens[-1]["launch"] != launch and not takes_over)
         self.attempt = _next_attempt(self.job.attempt) if new else self.job.attempt
         self.servers: list[Any] = []
+        self._holdings = Holdings(config.memory_tier)
         self.leases = LeaseBook(config.lease_s, longest_s=self.job.longest_lease_s)
         self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._connections: dict[str, Connection] = {}
@@ -167,6 +169,8 @@ class Coordinator:
                 self.leases.heard(node)
                 if isinstance(message, m.Beat):
                     await connection.answer(self._beat(node, message))
+                elif isinstance(message, m.KeepNote | m.GetKept | m.Locate):
+                    await connection.answer(self._answer_held(node, message))
                 elif isinstance(message, m.GetCycle):
                     # Changes nothing and is long: made when there is room for it, not for all nodes at once.
                     await connection.answer(to_json(self.job.handle(node, message, 0)[1]).decode())
@@ -228,6 +232,13 @@ class Coordinator:
         )
         return to_json(reply).decode()
 
+    def _answer_held(self, node: str, message: m.KeepNote | m.GetKept | m.Locate) -> str:
+        """Nothing of what memories hold is journaled; that a checkpoint is in two of them all over the job is a mark."""
+        report = self._queue.put_nowait
+        return self._holdings.answer(
+            self.job, node, message, self.anchor.now(), self._send, lambda n, note: report((n, note))
+        )
+
     # ---- the one task that changes state
 
     async def serve(self) -> None:
@@ -287,6 +298,7 @@ class Coordinator:
         for node, why in lost.items():
             take(self.job.lose(node, self.anchor.now(), self._seen_ns(node), why))
             self.leases.forget(node)
+            self._holdings.forget(node)
             if node in self._connections and node not in self.job.nodes:
                 self._connections.pop(node).close()
         for node, message in batch:
@@ -471,26 +483,6 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         traceback.print_exception(error)
         os._exit(1)
-
-
-def job_shape(config: RunConfig) -> JobShape:
-    """The part of the configuration that decisions depend on. Raises ConfigError (topology file)."""
-    return JobShape(
-        run_id=config.run_id,
-        nnodes=config.nnodes,
-        min_nodes=min(config.min_nodes, config.nnodes),
-        spares=config.spares,
-        replica_size=config.replica_size,
-        max_restarts=config.max_restarts,
-        master_addr=config.master_addr,
-        master_port=config.master_port,
-        max_no_progress_cycles=config.max_no_progress_cycles,
-        min_progress_iterations=config.min_progress_iterations,
-        no_restart_exit_code=config.no_restart_exit_code,
-        gang_check=config.gang_check,
-        marker_file=config.checkpoint_iteration_file is not None,
-        topology=read_topology(Path(config.topology)) if config.topology else {},
-    )
 
 
 def _next_attempt(last: int) -> int:

@@ -14,6 +14,7 @@ import msgspec
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.closing import closing_marks, end_records, ended_cycle, never_started
+from keepstep.launcher.coordination.highwater import raise_high_water
 from keepstep.launcher.coordination.placement import Candidate, Placement, Shape, Waiting, place
 from keepstep.launcher.coordination.rules import Outcome, decide, fingerprint, first_failure
 from keepstep.launcher.coordination.state import JobShape, JobState, NodeState, Record
@@ -32,6 +33,7 @@ NOTES = frozenset(
             "ckpt_failed",
             "quarantined",
             "rollback_announced",
+            "tier_reached",
             "drain",
         ),
     }
@@ -97,6 +99,11 @@ class Job(JobState):
                 return self.workload(message, now_ns), self._reply(message)
             case m.GetCycle():
                 return [], self._reply(message, c.rank_map)
+            case m.MarkGet():
+                return [], self._reply(message, {"mark": self.high_water.get(message.root_id)})
+            case m.MarkSet():
+                records, refused = raise_high_water(self.high_water, message, now_ns)
+                return records, self._refusal(message, refused) if refused else self._reply(message)
             case _:
                 return [], self._refusal(message, "unexpected message")
 
@@ -311,7 +318,7 @@ class Job(JobState):
             [self._candidate(n) for n in known],
             [(n, k) for n, _, k in self.layout] or None,
             {n for n, _, _ in self.layout if n not in self.nodes or n in self.excluded},
-            places={n: self._levels(n) for n in self.seen_levels},
+            places={n: self.levels_of(n) for n in self.seen_levels},
             wait_for_nodes=not last_call,
             wait_for_spares=not last_call,
         )
@@ -328,9 +335,10 @@ class Job(JobState):
         return self._start_cycle(placed, now_ns)
 
     def _candidate(self, n: NodeState) -> Candidate:
-        return Candidate(name=n.node, host=n.host, nproc=n.nproc, levels=self._levels(n.node), joined=n.joined)
+        return Candidate(name=n.node, host=n.host, nproc=n.nproc, levels=self.levels_of(n.node), joined=n.joined)
 
-    def _levels(self, node: str) -> list[str]:
+    def levels_of(self, node: str) -> list[str]:
+        """Place of a node, outermost level first; [] when nothing is known of it."""
         if self._by_node_rank():
             # A level of its own for each: the order of the groups is then the order that was asked for.
             return [f"node-rank-{self.seen_ranks.get(node) or 0:06d}"]
@@ -403,7 +411,7 @@ class Job(JobState):
     def _marker(self) -> int | None:
         if self.shape.marker_file:
             return self._read_marker()
-        return self.last_committed if self.committed_known else None
+        return self.safe_step if self.committed_known else None
 
     # ---- what nodes are told
 

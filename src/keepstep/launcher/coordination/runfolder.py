@@ -11,7 +11,7 @@ from keepstep.goodput import cycle_phases, summarise
 from keepstep.launcher.coordination.state import CycleState, JobState
 from keepstep.launcher.files import write_durable
 from keepstep.records.codec import from_json, rfc3339, to_pretty_json
-from keepstep.records.cycle import RECOVERY_TIMES, Cycle, Recovery
+from keepstep.records.cycle import DURABLE, RECOVERY_TIMES, Cycle, Recovery, restored_from
 from keepstep.records.timeline import Mark
 
 
@@ -53,7 +53,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         end_reason=end.attrs.get("reason") if ended and end is not None else None,
         fault=fault,
         restored_step=c.restored_step,
-        restored_from="disk" if c.restored_from == "disk" else "none",
+        restored_from=restored_from(c.restored_from),
         restored_checkpoint=c.restored_checkpoint,
         recovery=None if is_first else _recovery(c),
         phases=cycle_phases(marks, c.number),
@@ -72,10 +72,10 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
 
 
 def _recovery(c: CycleState) -> Recovery:
-    """The path this cycle was started by, cheapest first: respawn on the same nodes, swap of a spare, checkpoint on disk."""
+    """The path this cycle was started by: swap of a spare, a durable checkpoint, or respawn with what memory had (or nothing)."""
     if c.path == "spare":
         return "spare"
-    return "checkpoint" if c.restored_from == "disk" else "respawn"
+    return "checkpoint" if c.restored_from in DURABLE else "respawn"
 
 
 def _times(marks: list[Mark]) -> dict[str, str]:

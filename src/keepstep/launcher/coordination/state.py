@@ -16,12 +16,12 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.noprogress import Progress
 from keepstep.records.codec import to_json
-from keepstep.records.cycle import RankPlace, VerdictFile
+from keepstep.records.cycle import DURABLE, RankPlace, VerdictFile
 from keepstep.records.exits import exit_status_name
 from keepstep.records.timeline import Mark
 
 Record = dict[str, Any]
-CONCERN_NO_OTHER = frozenset({"mark", "kv", "grant", "reported", "lease", "node", "started", "stopped"})
+CONCERN_NO_OTHER = frozenset({"mark", "kv", "grant", "reported", "lease", "node", "started", "stopped", "high_water"})
 """Records that change nothing in what other nodes than their own should do."""
 Phase = Literal["forming", "running", "stopping", "done"]
 
@@ -211,8 +211,12 @@ class JobState:
         self.port_retries = 0
         self.last_fingerprint: tuple[str, int | None] | None = None
         self.last_committed: int | None = None
+        self.safe_step: int | None = None
+        """Newest step that was committed, or that a cycle went on from, also when that was in memory only: the job's progress."""
         self.committed_known = False
         """Whether the script's checkpoints have told how far it is."""
+        self.high_water: dict[str, m.HighWater] = {}
+        """Newest committed checkpoint of every root, over all attempts."""
         self.progress = Progress()
         self.trained = False
         """Whether this attempt has had a cycle that ran the script."""
@@ -252,6 +256,7 @@ class JobState:
         self.marks.append(mark)
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True
+            self.safe_step = self.last_committed
         c = self.cycle
         if c is None or mark.cycle != c.number:
             return
@@ -261,9 +266,7 @@ class JobState:
         elif mark.kind == "cycle_started":
             c.began_ns = mark.t_ns
         elif mark.kind == "restored":
-            # What was committed beyond it has been refused and is no part of this history any more.
-            if mark.attrs.get("source", "none") != "none":
-                self.last_committed, self.committed_known = mark.attrs.get("step"), True
+            self._go_on_from(mark.attrs.get("step"), mark.attrs.get("source", "none"))
             c.restored_step = mark.attrs.get("step")
             c.restored_from = mark.attrs.get("source", "none")
             c.restored_checkpoint = mark.attrs.get("checkpoint")
@@ -273,6 +276,20 @@ class JobState:
             c.drained = True
         elif mark.kind in ("quarantined", "rollback_announced"):
             c.rolled_back = True
+
+    def _go_on_from(self, step: int | None, source: str) -> None:
+        """What was committed beyond the step that a cycle went on from has been refused and is no part of this history any more."""
+        if source == "none":
+            return
+        self.safe_step, self.committed_known = step, True
+        if source in DURABLE:
+            self.last_committed = step
+        elif step is not None and self.last_committed is not None and self.last_committed > step:
+            # Of those before it nobody said which one still counts.
+            self.last_committed = None
+
+    def _apply_high_water(self, r: Record) -> None:
+        self.high_water[r["root_id"]] = m.HighWater(step=r["step"], cycle=r["cycle"], digest=r["digest"])
 
     def _apply_node(self, r: Record) -> None:
         known = self.nodes.get(r["node"])

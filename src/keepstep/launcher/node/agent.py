@@ -31,13 +31,14 @@ from keepstep.launcher.node.guard import Guard
 from keepstep.launcher.node.injections import lose_node
 from keepstep.launcher.node.link import Link, RefusedError, Target
 from keepstep.launcher.node.localcycle import LocalCycle
+from keepstep.launcher.node.memorytier import MemoryTier
 from keepstep.launcher.node.nodecare import NodeCare
 from keepstep.launcher.node.nodecycles import NodeCycles
 from keepstep.launcher.node.ranklink import RankServer
 from keepstep.launcher.node.rankrequests import RankRequests
 from keepstep.launcher.node.renewal import SILENCE_SHARE, Renewal, Sample, stand_by
 from keepstep.launcher.output.logs import LogThread
-from keepstep.launcher.procs import become_subreaper, kill_quietly, with_environment
+from keepstep.launcher.procs import become_subreaper, kill_quietly, listens, with_environment
 from keepstep.launcher.ranks.environment import stop_notice_s
 from keepstep.launcher.ranks.spawn import SpawnError
 from keepstep.launcher.ranks.starter import RankStarter
@@ -77,7 +78,8 @@ class Agent:
         """Whether the coordinator's run folder is this launcher's too."""
         self._logs = LogThread(config.node)
         self._requests = RankRequests(self)
-        self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self._requests)
+        self.memory = MemoryTier(self, sockets, token)
+        self._server = RankServer(sockets / f"agent-{os.getpid()}.sock", self._requests, self.memory.images)
         self._starter = RankStarter(config, self._server.path, self._logs, self.say)
         # The leader starts the coordinator again itself; anybody else can only wait so long for it.
         patience_s = config.join_timeout_s if config.endpoints else COORDINATOR_LOST_S
@@ -107,6 +109,7 @@ class Agent:
         become_subreaper()
         self._clear_leftovers()
         await self._server.start()
+        self.memory.start()
         for name in self.config.signals:
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
         if self._leads:
@@ -183,6 +186,7 @@ class Agent:
         if self._log_writer is not None:
             await self._log_writer.end(DRAIN_S, ask=True)
         await self._server.close()
+        await self.memory.close()
 
     def _clear_leftovers(self) -> None:
         """Processes of an earlier life of this run on this host: its agent is dead, so its ranks are; daemons may be left.
@@ -362,7 +366,9 @@ class Agent:
                 self.inject(command.cycle, command.spec, asked_for=True)
             case m.StartCycle():
                 if self.cycles.start(command):
-                    self._requests.begin()
+                    self._requests.begin(command)
+            case m.CopyImages():
+                self.memory.copy(command)
             case m.StopCycle():
                 self.cycles.stop(command.cycle, command.reason)
             case m.AskStop():
@@ -373,6 +379,7 @@ class Agent:
 
     def _on_welcome(self, welcome: m.Welcome) -> None:
         self._fenced = False
+        self.memory.tell_all()
         # Not the longer one that it may have had: no more than this was promised to this Hello.
         self._renewal.lease_s = welcome.lease_s
         self._renewal.extend(self._link.hello_sent_ns)
@@ -482,15 +489,6 @@ class Agent:
         children = (self._coordinator, self._log_writer)
         pids = {child.pid for child in children if child is not None and child.pid is not None}
         return pids | self._starter.pids() | (self._guard.pids if self._guard is not None else set())
-
-
-def listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
 
 
 async def run_agent(

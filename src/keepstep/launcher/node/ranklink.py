@@ -7,7 +7,6 @@ rank's request simply waits: it is repeated to the next one.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import socket
@@ -15,11 +14,10 @@ import struct
 from pathlib import Path
 from typing import Any, Protocol
 
-from keepstep.launcher.procs import available_memory_bytes, make_memfd
+from keepstep.launcher.node.images import NodeImages, checked_image
 from keepstep.records import frames
-from keepstep.records.errors import ChannelError
+from keepstep.records.errors import ChannelError, KeepstepError
 
-MAX_BUFFERS = 64
 MAX_REASON_CHARS = 2000
 
 
@@ -31,7 +29,11 @@ class RankHost(Protocol):
     def current_cycle(self) -> int: ...
 
     async def share(self, op: str, cycle: int, request: dict[str, Any]) -> dict[str, Any]:
-        """Forward set, get, cas, wait or grant. Raises ChannelError."""
+        """Forward set, get, cas, wait, grant, mark_get, mark_set or kept. Raises ChannelError."""
+        ...
+
+    async def fetch(self, checkpoint: str, file: str) -> tuple[dict[str, Any], int]:
+        """An image of this or another node's memory: {size_bytes, tier, facts} and a descriptor to close. Raises KeepstepError."""
         ...
 
     def report(self, cycle: int, rank: int, kind: str, fields: dict[str, Any]) -> None:
@@ -47,46 +49,14 @@ class RankHost(Protocol):
         ...
 
 
-class StagingBuffers:
-    """memfds that outlive a rank: the same name and size gives the same memory again, in every cycle."""
-
-    def __init__(self) -> None:
-        self._fds: dict[tuple[int, str], tuple[int, int]] = {}
-
-    def get(self, rank: int, name: str, size_bytes: int) -> int:
-        """Descriptor of the buffer, made or replaced when the size differs. Raises OSError (no memory) or ValueError."""
-        if size_bytes <= 0:
-            raise ValueError(f"buffer {name!r}: size {size_bytes} bytes")
-        held = self._fds.get((rank, name))
-        if held is not None and held[1] == size_bytes:
-            return held[0]
-        if held is None and len([k for k in self._fds if k[0] == rank]) >= MAX_BUFFERS:
-            raise ValueError(f"rank {rank} has {MAX_BUFFERS} buffers already")
-        if held is not None:
-            os.close(held[0])
-            del self._fds[rank, name]
-        available = available_memory_bytes()
-        if size_bytes > available:
-            # Asking the kernel instead would not fail: it would kill something.
-            raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
-        fd = make_memfd(f"keepstep-{rank}-{name}"[:200], size_bytes)
-        self._fds[rank, name] = (fd, size_bytes)
-        return fd
-
-    def close(self) -> None:
-        """Give the memory back."""
-        for fd, _ in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-
-
 class RankServer:
     """Accepts ranks of the current cycle only."""
 
-    def __init__(self, path: Path, host: RankHost) -> None:
+    def __init__(self, path: Path, host: RankHost, images: NodeImages) -> None:
+        """`images`: what this node's memory holds; theirs who made it to close."""
         self.path = path
         self.refused = 0
-        self.buffers = StagingBuffers()
+        self._images = images
         self._host = host
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -103,7 +73,6 @@ class RankServer:
         for writer in list(self._writers):
             writer.close()
         self.path.unlink(missing_ok=True)
-        self.buffers.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -112,7 +81,11 @@ class RankServer:
             while True:
                 request = await self._recv(reader)
                 reply, fd = await self._answer(cycle, rank, request)
-                await self._reply(writer, reply, fd)
+                try:
+                    await self._reply(writer, reply, fd)
+                finally:
+                    if fd is not None:
+                        os.close(fd)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -169,7 +142,7 @@ class RankServer:
         if cycle != self._host.current_cycle():
             return {"ok": False, "error": f"cycle {cycle} is over"}, None
         match op:
-            case "set" | "get" | "cas" | "wait" | "grant":
+            case "set" | "get" | "cas" | "wait" | "grant" | "mark_get" | "mark_set" | "kept":
                 try:
                     return {"ok": True, **await self._host.share(op, cycle, request)}, None
                 except ChannelError as error:
@@ -186,16 +159,36 @@ class RankServer:
                 except ChannelError as error:
                     return {"ok": False, "error": str(error)}, None
                 return {"ok": True}, None
-            case "buffer":
-                try:
-                    fd = self.buffers.get(rank, str(request["name"]), int(request["size_bytes"]))
-                except OSError as error:
-                    return {
-                        "ok": False,
-                        "error": f"no memory for a buffer of {request['size_bytes']} bytes: {error}",
-                    }, None
-                return {"ok": True, "size_bytes": int(request["size_bytes"])}, fd
+            case "buffer" | "keep" | "unkeep" | "fetch":
+                return await self._answer_memory(op, rank, request)
             case "inject":
                 why = self._host.inject(cycle, str(request["spec"]))
                 return ({"ok": True} if why is None else {"ok": False, "error": why}), None
         raise ValueError(f"unknown op {op!r}")
+
+    async def _answer_memory(self, op: str, rank: int, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """What is about this node's memory: a reply, and a descriptor to send along and close."""
+        match op:
+            case "buffer":
+                name, size = str(request["name"]), int(request["size_bytes"])
+                try:
+                    # Allocating touches every page, which takes a second for some gigabytes.
+                    fd = await asyncio.to_thread(self._images.buffer, rank, name, size)
+                except OSError as error:
+                    return {"ok": False, "error": f"no memory for a buffer of {size} bytes: {error}"}, None
+                return {"ok": True, "size_bytes": size}, fd
+            case "keep":
+                what = str(request["checkpoint"]), str(request["file"]), int(request["size_bytes"])
+                try:
+                    image = checked_image(*what, dict(request["facts"]))
+                    return {"ok": True, "kept": self._images.keep(rank, str(request["buffer"]), image)}, None
+                except ValueError as error:
+                    return {"ok": False, "error": str(error)}, None
+            case "unkeep":
+                self._images.unkeep(rank, str(request["buffer"]))
+                return {"ok": True}, None
+        try:
+            reply, fd = await self._host.fetch(str(request["checkpoint"]), str(request["file"]))
+        except KeepstepError as error:
+            return {"ok": False, "error": str(error)}, None
+        return {"ok": True, **reply}, fd

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.node.memorytier import MemoryTier
 from keepstep.launcher.node.nodecycles import NodeCycles
 
 
@@ -19,6 +20,7 @@ class RequestOwner(Protocol):
     config: RunConfig
     anchor: Anchor
     cycles: NodeCycles
+    memory: MemoryTier
 
     def say(self, text: str) -> None: ...
 
@@ -35,9 +37,11 @@ class RankRequests:
         self._owner = owner
         self._attached: dict[int, int] = {}
 
-    def begin(self) -> None:
+    def begin(self, command: m.StartCycle) -> None:
         """Another cycle begins: none of its ranks has attached."""
         self._attached = {}
+        first = command.first_rank
+        self._owner.memory.images.begin_cycle(range(first, first + self._owner.config.nproc))
 
     def inject(self, cycle: int, spec: str) -> str | None:
         """A rank came to the step of an injection that only the launcher can carry out; returns why not, or None."""
@@ -60,10 +64,27 @@ class RankRequests:
             case "wait":
                 keys, limit = [str(k) for k in request["keys"]], float(request["timeout_s"])
                 result = await self._owner.send(lambda i: m.KvWait(id=i, cycle=cycle, keys=keys, timeout_s=limit))
+            case "mark_get":
+                result = await self._owner.send(lambda i: m.MarkGet(id=i, cycle=cycle, root_id=str(request["root_id"])))
+            case "mark_set":
+                root, rebase = str(request["root_id"]), str(request.get("rebase") or "")
+                mark = m.HighWater(
+                    step=int(request["step"]), cycle=int(request["cycle"]), digest=str(request["digest"])
+                )
+                result = await self._owner.send(
+                    lambda i: m.MarkSet(id=i, cycle=cycle, root_id=root, mark=mark, rebase=rebase)
+                )
+            case "kept":
+                after = str(request.get("after") or "")
+                return await self._owner.memory.kept(str(request.get("checkpoint") or ""), after)
             case _:
                 name, step = str(request["checkpoint"]), int(request["step"])
                 result = await self._owner.send(lambda i: m.Grant(id=i, cycle=cycle, checkpoint=name, step=step))
         return dict(result or {})
+
+    async def fetch(self, checkpoint: str, file: str) -> tuple[dict[str, Any], int]:
+        """See MemoryTier.fetch."""
+        return await self._owner.memory.fetch(checkpoint, file)
 
     async def request(self, cycle: int, rank: int, what: str, reason: str) -> None:
         """A rank asks for the end of the job ("stop"), or for its node to be left out ("exclude"). Raises ChannelError."""

@@ -81,6 +81,7 @@ def cycle_environment(
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         frames.ENV_ATTEMPT: str(command.attempt),
         frames.ENV_CYCLE: str(command.cycle),
+        frames.ENV_MEMORY_TIER: config.memory_tier,
         frames.ENV_PREEMPT_NOTICE_S: f"{stop_notice_s(config):g}",
         frames.ENV_CYCLE_INFO: str(cycle_info),
         "NVRX_CURRENT_CYCLE_INFO": str(cycle_info),

@@ -25,6 +25,7 @@ MARK_KINDS = {
     "step": "step.completed",
     "ckpt_block": "checkpoint.staged",
     "committed": "checkpoint.committed",
+    "tier_reached": "checkpoint.tier_reached",
     "ckpt_failed": "checkpoint.failed",
     "quarantined": "checkpoint.quarantined",
     "fault": "cycle.fault",
@@ -46,6 +47,7 @@ RECORD_KINDS = {
     "decision": "decision.made",
     "cycle": "cycle.placed",
     "workload": "rank.request",
+    "high_water": "checkpoint.high_water",
     "stop_request": "job.stop_requested",
     "verdict": "job.verdict",
 }

@@ -14,6 +14,7 @@ import msgspec
 from keepstep.launcher.coordination.journal import Record
 from keepstep.launcher.views.tailing import JournalTail
 from keepstep.records.codec import rfc3339
+from keepstep.records.cycle import DURABLE
 
 NS_PER_S = 1_000_000_000
 RATE_MARKS = 64
@@ -230,7 +231,10 @@ def _take_restored(state: RunState, step: int | None, attrs: dict[str, Any]) -> 
     state.restored = attrs
     if attrs.get("source", "none") == "none" or step is None:
         return
-    state.committed_step = step
+    if attrs["source"] in DURABLE:
+        state.committed_step = step
+    elif state.committed_step is not None and state.committed_step > step:
+        state.committed_step = None
     for one in reversed(state.checkpoints):
         if one.step is not None and one.step > step and one.state == "committed":
             one.state = "rolled_back"

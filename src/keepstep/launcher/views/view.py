@@ -10,14 +10,14 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from keepstep.launcher.coordination.journal import epoch_path, epochs
 from keepstep.launcher.views.runstate import RunState, read_state
 from keepstep.records.codec import from_json, rfc3339
-from keepstep.records.cycle import Cycle, Goodput, RestoredFrom, VerdictFile
+from keepstep.records.cycle import Cycle, Goodput, VerdictFile, restored_from
 
 NS_PER_S = 1_000_000_000
 FRESH_S = 30.0
@@ -126,10 +126,9 @@ def brought_up_to_date(cycles: list[Cycle], run_dir: Path) -> list[Cycle]:
     known = state.restored
     if known is None:
         return cycles
-    source = known.get("source", "none")
     fresh = {
         "restored_step": known.get("step"),
-        "restored_from": source if source in get_args(RestoredFrom) else "none",
+        "restored_from": restored_from(known.get("source", "none")),
         "restored_checkpoint": known.get("checkpoint"),
     }
     return [

@@ -1,0 +1,296 @@
+"""Reading what one rank needs of a checkpoint: byte ranges of files, verified block by block in the memory they are used from.
+
+A block that one range covers whole is read straight to where it is wanted and verified there; the rest goes through a buffer. Only
+blocks in which something is wanted are read at all. Files of older versions have no block digests: they are one block, verified by
+the SHA-256 of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from keepstep.checkpoint.format.blocks import (
+    BLOCK_BYTES,
+    FINGERPRINT_BYTES,
+    body_bytes,
+    check_digests,
+    hash_block,
+    parse_blocks_field,
+)
+from keepstep.checkpoint.format.boxes import Box, covering_range, is_contiguous
+from keepstep.checkpoint.format.dtypes import ITEM_BYTES
+from keepstep.checkpoint.format.plan import Plan, stored
+from keepstep.checkpoint.format.shard import Span, header_end, parse_header
+from keepstep.checkpoint.storage.source import Opened
+from keepstep.checkpoint.storage.writer import FileFact
+from keepstep.records.errors import VerificationError
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class Blocks(msgspec.Struct, frozen=True, kw_only=True):
+    """How a file is verified: block k is bytes [k * block_bytes, ...) up to `end`; `digests` holds one after the other."""
+
+    algorithm: str
+    block_bytes: int
+    end: int
+    digests: bytes
+
+    def digest(self, number: int) -> bytes:
+        """The digest of block `number`."""
+        size = len(self.digests) // max(1, -(-self.end // self.block_bytes))
+        return self.digests[number * size : (number + 1) * size]
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Bytes [begin, end) of a file go to `into`, from its byte `at` on."""
+
+    begin: int
+    end: int
+    into: memoryview
+    at: int
+
+
+class Strided(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a chunk that do not lie side by side where they go.
+
+    `data` holds the row-major bytes of `chunk` from the first element of `part` on; `part` goes into box `box`, whose row-major
+    bytes are `into`.
+    """
+
+    data: memoryview
+    chunk: Box
+    part: Box
+    box: Box
+    into: memoryview
+    dtype: str
+
+
+def allocate(size_bytes: int) -> memoryview:
+    """Fresh memory on huge pages where the kernel gives them: touching it page by page costs several times the copy."""
+    if size_bytes == 0:
+        return memoryview(b"")
+    area = mmap.mmap(-1, size_bytes)
+    if size_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)
+
+
+class VerifiedFile:
+    """One file of a checkpoint. Whatever it hands out was verified in the memory that holds it."""
+
+    def __init__(self, opened: Opened, name: str, blocks: Blocks) -> None:
+        self.opened = opened
+        self.name = name
+        self._blocks = blocks
+
+    @classmethod
+    def by_fact(cls, opened: Opened, fact: FileFact) -> VerifiedFile:
+        """A file as a manifest describes it. Raises VerificationError."""
+        size = opened.size_bytes
+        if fact.size_bytes >= 0 and size != fact.size_bytes:
+            raise VerificationError(f"{fact.name}: has {size} bytes, the manifest says {fact.size_bytes}")
+        if fact.blocks is None:
+            whole = Blocks(algorithm="sha256", block_bytes=max(1, size), end=size, digests=bytes.fromhex(fact.sha256))
+            return cls(opened, fact.name, whole)
+        field = parse_blocks_field(fact.blocks, fact.name)
+        begin = body_bytes(size)
+        trailer = bytearray(size - begin)
+        opened.read_into(memoryview(trailer), begin)
+        check_digests(bytes(trailer), field, fact.name)
+        blocks = Blocks(algorithm=field.algorithm, block_bytes=BLOCK_BYTES, end=begin, digests=bytes(trailer))
+        return cls(opened, fact.name, blocks)
+
+    @classmethod
+    def by_fingerprints(cls, opened: Opened, fact: FileFact, algorithm: str, prints: bytes) -> VerifiedFile:
+        """An image in memory, by the fingerprints of its blocks; `fact` names their SHA-256. Raises VerificationError."""
+        if opened.size_bytes != fact.size_bytes:
+            raise VerificationError(f"{fact.name}: has {opened.size_bytes} bytes, the manifest says {fact.size_bytes}")
+        count = -(-fact.size_bytes // BLOCK_BYTES)
+        if hashlib.sha256(prints).hexdigest() != fact.sha256 or len(prints) != count * FINGERPRINT_BYTES.get(
+            algorithm, 0
+        ):
+            raise VerificationError(f"{fact.name}: its fingerprints are not those the manifest names")
+        blocks = Blocks(algorithm=algorithm, block_bytes=BLOCK_BYTES, end=fact.size_bytes, digests=prints)
+        return cls(opened, fact.name, blocks)
+
+    def wanted_blocks(self, takes: Sequence[Take]) -> dict[int, list[Take]]:
+        """Number of each block in which something is wanted, with what. Raises VerificationError for what no digest covers."""
+        size = self._blocks.block_bytes
+        result: dict[int, list[Take]] = {}
+        for take in takes:
+            if not 0 <= take.begin <= take.end <= self._blocks.end:
+                raise VerificationError(
+                    f"{self.name}: bytes {take.begin} to {take.end} are not there or have no digest"
+                )
+            for number in range(take.begin // size, -(-take.end // size)):
+                result.setdefault(number, []).append(take)
+        return result
+
+    def read_block(self, number: int, takes: Sequence[Take], scratch: Callable[[int], memoryview]) -> None:
+        """Read and verify block `number`, and put into place what `takes` want of it."""
+        begin = number * self._blocks.block_bytes
+        end = min(begin + self._blocks.block_bytes, self._blocks.end)
+        direct = next((take for take in takes if take.begin <= begin and take.end >= end), None)
+        if direct is not None:
+            target = direct.into[direct.at + begin - direct.begin : direct.at + end - direct.begin]
+        else:
+            target = scratch(end - begin)
+        self.opened.read_into(target, begin)
+        (digest,), expected = hash_block(target, self._blocks.algorithm), self._blocks.digest(number)
+        if digest != expected:
+            raise VerificationError(
+                f"{self.name}: bytes {begin} to {end} are not what was written: {self._blocks.algorithm} is "
+                f"{digest.hex()[:16]}..., the manifest says {expected.hex()[:16]}..."
+            )
+        for take in takes:
+            low, high = max(take.begin, begin), min(take.end, end)
+            if take is not direct:
+                take.into[take.at + low - take.begin : take.at + high - take.begin] = target[low - begin : high - begin]
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Bytes [begin, end), verified."""
+        result = memoryview(bytearray(end - begin))
+        read_all([(self, [Take(begin, end, result, 0)])], threads=1)
+        return result
+
+    def header(self) -> dict[str, Span]:
+        """Its tensors. Raises VerificationError."""
+        size = self.opened.size_bytes
+        if size < 8:
+            raise VerificationError(f"{self.name}: {size} bytes are too few for a header")
+        # The length is read unverified, to know how much to verify; only verified bytes are parsed.
+        word = bytearray(8)
+        self.opened.read_into(memoryview(word), 0)
+        end = header_end(bytes(word), size, self.name)
+        return parse_header(self.read(0, end), size, self.name)
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread."""
+
+    held: memoryview = memoryview(b"")
+
+    def __call__(self, size: int) -> memoryview:
+        if len(self.held) < size:
+            self.held = memoryview(bytearray(size))
+        return self.held[:size]
+
+
+def merge(takes: Iterable[Take]) -> list[Take]:
+    """`takes` of one file in its order, neighbours that also go to neighbouring places made one."""
+    result: list[Take] = []
+    for take in sorted(takes, key=lambda item: (item.begin, item.end)):
+        last = result[-1] if result else None
+        if (
+            last is not None
+            and last.end == take.begin
+            and last.into is take.into
+            and last.at + last.end - last.begin == take.at
+        ):
+            result[-1] = Take(last.begin, take.end, last.into, last.at)
+        elif take.end > take.begin:
+            result.append(take)
+    return result
+
+
+def read_all(jobs: Sequence[tuple[VerifiedFile, Sequence[Take]]], *, threads: int) -> None:
+    """Carry out the takes of several files. Raises VerificationError or StorageError, the first one met."""
+    scratch = _Scratch()
+    work = [
+        (file, number, wanted)
+        for file, takes in jobs
+        for number, wanted in sorted(file.wanted_blocks(merge(takes)).items())
+    ]
+    if threads <= 1 or len(work) <= 1:
+        for file, number, wanted in work:
+            file.read_block(number, wanted, scratch)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-read") as pool:
+        futures = [pool.submit(file.read_block, number, wanted, scratch) for file, number, wanted in work]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+class Landing(msgspec.Struct, kw_only=True):
+    """Memory for the boxes of one top-level part of the state, filled by `read_all`; `strided` is then left to copy."""
+
+    buffers: dict[str, memoryview]
+    strided: list[Strided]
+
+
+def land(
+    plan: Plan,
+    wanted: Mapping[str, Box],
+    spans_of: Callable[[int], Mapping[str, Span]],
+    file_name: Callable[[int], str],
+) -> tuple[Landing, dict[int, list[Take]]]:
+    """Memory for `wanted`, the boxes of tensors, and what to take from which rank's file to fill it.
+
+    The boxes lie in the order in which a file has them, so that the same layout is read in long runs. `spans_of` gives the
+    verified header of a rank's file. Raises VerificationError when a header is not what the index says, or bytes are missing.
+    """
+    order = sorted(wanted, key=lambda name: (-ITEM_BYTES[plan.tensors[name].dtype], name))
+    sizes = {name: wanted[name].elements * ITEM_BYTES[plan.tensors[name].dtype] for name in order}
+    room = allocate(sum(sizes.values()))
+    landing, takes, at = Landing(buffers={}, strided=[]), dict[int, list[Take]](), 0
+    for name in order:
+        landing.buffers[name] = room[at : at + sizes[name]]
+        _take_tensor(plan, name, wanted[name], room, at, landing, takes, spans_of, file_name)
+        at += sizes[name]
+    return landing, takes
+
+
+def _take_tensor(
+    plan: Plan,
+    name: str,
+    box: Box,
+    room: memoryview,
+    at: int,
+    landing: Landing,
+    takes: dict[int, list[Take]],
+    spans_of: Callable[[int], Mapping[str, Span]],
+    file_name: Callable[[int], str],
+) -> None:
+    meta, item, found = plan.tensors[name], ITEM_BYTES[plan.tensors[name].dtype], 0
+    for need in plan.needs(name, box):
+        found += need.part.elements
+        if is_contiguous(need.chunk, need.part) and is_contiguous(box, need.part):
+            into, base = room, at + covering_range(box, need.part)[0] * item
+        else:
+            into, base = allocate(need.end - need.begin), 0
+            landing.strided.append(
+                Strided(
+                    data=into, chunk=need.chunk, part=need.part, box=box, into=landing.buffers[name], dtype=meta.dtype
+                )
+            )
+        covered = 0
+        for rank, piece in need.pieces:
+            span = spans_of(rank).get(piece.key)
+            expected = stored(piece, meta)
+            if span is None or (span.dtype, span.shape) != (expected.dtype, expected.shape):
+                said = "nothing" if span is None else f"{span.dtype}{list(span.shape)}"
+                raise VerificationError(
+                    f"{file_name(rank)}: tensor {piece.key!r} is {said}, expected {expected.dtype}{list(expected.shape)}"
+                )
+            low, high = max(piece.begin, need.begin), min(piece.end, need.end)
+            covered += high - low
+            begin = span.begin + low - piece.begin
+            takes.setdefault(rank, []).append(Take(begin, begin + high - low, into, base + low - need.begin))
+        if covered != need.end - need.begin:
+            raise VerificationError(f"tensor {name!r}: {need.end - need.begin - covered} bytes of it are in no file")
+    if found != box.elements:
+        raise VerificationError(f"tensor {name!r}: {box.elements - found} elements of it are in no file")
