@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +20,21 @@ STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 FILE = click.Path(path_type=Path)
 
 
-@click.command("doctor")
+class DoctorCommand(click.Command):
+    """`doctor [RUN]`, and `doctor resume SCRIPT`, which is a command of its own (a run named resume is `./resume`)."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """The context of whichever of the two `args` call for."""
+        if args[:1] != ["resume"]:
+            return super().make_context(info_name, args, parent, **extra)
+        from keepstep.cli.doctor_resume import resume
+
+        return resume.make_context(f"{info_name} resume", args[1:], parent, **extra)
+
+
+@click.command("doctor", cls=DoctorCommand)
 @click.argument("run", metavar="[RUN]", required=False)
 @click.option("--script", type=FILE, help="Training script to read (not run) [default: RUN's own].")
 @click.option("--checkpoints", type=FILE, metavar="DIR", help="Root of ks.Checkpointer: sizes a save by the newest.")
@@ -44,6 +58,8 @@ def doctor(
     output: str,
 ) -> None:
     """Check settings before a job runs, or against what RUN measured, and explain each finding.
+
+    `keepstep doctor resume SCRIPT` is another check: it runs a script, kills it and says which state the resume lost.
 
     RUN is a run folder or a run's id. Without it the environment, this host, its scheduler and --script are looked at.
     Exit code 3 when a finding is an error, else 0. JSON is `keepstep.doctor/1`: findings (id, severity, title, seen, why,

@@ -52,6 +52,7 @@ SETTINGS: dict[str, str] = {
     "gpu_memory_poll_interval_s": "gpu_memory_poll_interval",
     "preempt_notice_s": "preempt_notice",
     "stop_grace_s": "stop_grace",
+    "power_ramp_s": "power_ramp",
     "zygote": "no_zygote",
     "signals": "signals_to_handle",
     "lease_s": "rdzv_conf",
@@ -126,6 +127,8 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
         node_check=flags["node_check"],
         preload=preload,
         zygote=not flags["no_zygote"] and mode != "exec",
+        failure_prior=_failure_prior(flags["failure_prior"]),
+        power_ramp_s=flags["power_ramp"],
         inject=[parse_injection(spec) for spec in flags["inject"]],
         tee=_std(flags["tee"], "--tee"),
         redirects=_std(flags["redirects"], "--redirects"),
@@ -244,6 +247,18 @@ def _note_what_has_no_effect(ctx: click.Context, flags: dict[str, Any]) -> None:
             note(f"--{name.replace('_', '-')} has no effect here; {instead}")
     if flags["attribution_stop"] != "log":
         note("--attribution-stop has nothing to act on yet: attribution is not built; causes are in the evidence")
+
+
+def _failure_prior(text: str | None) -> str | None:
+    """--failure-prior as ranks get it: the number, or the record that the file holds. Raises ConfigError."""
+    if text is None:
+        return None
+    from keepstep.goodput.rates import parse_prior
+    from keepstep.trainer.cadence import prior_text
+
+    held = " ".join(prior_text(text, "--failure-prior").split())
+    parse_prior(held, "default", "--failure-prior")
+    return held
 
 
 def _run_id(flags: dict[str, Any], several: bool, standalone: bool) -> str:

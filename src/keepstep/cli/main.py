@@ -38,6 +38,7 @@ VERBS: dict[str, Verb] = {
         "keepstep.cli.coordinator:coordinator", "Run a job's coordinator on a host of its own.", "launch"
     ),
     "demo": Verb("keepstep.cli.demo:demo", "Train, break it, resume and account, on this machine.", "launch"),
+    "ckpt": Verb("keepstep.cli.ckpt:ckpt", "Look at checkpoints, keep them, sign them."),
     "goodput": Verb("keepstep.cli.goodput:goodput", "Say where the wall-clock of a run went."),
     "check": Verb("keepstep.cli.check:check", "Check this node, or the bandwidth of a job's nodes."),
     "config": Verb("keepstep.cli.config:config", "Show or check the configuration of a run or a --config file."),

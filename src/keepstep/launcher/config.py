@@ -88,6 +88,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bound for collecting stacks and pages before ranks are stopped."""
     preload: list[str] = []
     zygote: bool = True
+    failure_prior: str | None = None
+    """What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record as
+    JSON."""
+    power_ramp_s: float = 0.0
+    """Seconds over which the first steps of a cycle come to full speed; 0: at once."""
     inject: list[Injection] = []
     tee: str = "0"
     redirects: str = "0"

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from keepstep.records.cycle import FailureHistory
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -211,7 +213,7 @@ class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="locate"):
-    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them in random order; or {holders: []}."""
+    """Who holds this image? {size_bytes, facts, holders: [[node, address], ...]}, some of them, in random order; or none."""
 
     checkpoint: str
     file: str
@@ -297,6 +299,8 @@ class StartCycle(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=Tr
     agent_store: bool
     probe: bool = False
     """Run the gang check (launcher/health/gangcheck.py) instead of the script."""
+    history: FailureHistory | None = None
+    """How often the run was interrupted before this cycle."""
     node_spans: list[list[Any]] = []
     """[[node, host, ranks], ...] in rank order, when the job is small; else the agent asks with GetCycle."""
 

@@ -46,6 +46,14 @@ DURABLE = frozenset({"disk", "object"})
 Recovery = Literal["in_process", "respawn", "spare", "checkpoint"]
 
 
+class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a run was interrupted (`keepstep.goodput.history`), over how much node time, since when (RFC 3339)."""
+
+    failures: int
+    node_s: float
+    since: str
+
+
 def restored_from(source: object) -> RestoredFrom:
     """The `source` of a `restored` mark, as records name it; "none" for anything that is no tier."""
     return cast(RestoredFrom, source) if source in get_args(RestoredFrom) else "none"
@@ -108,6 +116,8 @@ class Cycle(msgspec.Struct, frozen=True, kw_only=True):
     node_notes: dict[str, dict[str, Any]] = {}
     """What a node has to say of its part: GPU memory that was waited for, output that was lost."""
     counted: bool = False
+    history: FailureHistory | None = None
+    """Of the whole run up to the begin of this cycle; None in its first one."""
     master_addr: str | None = None
     master_port: int | None = None
 

@@ -55,6 +55,17 @@ ENV_MEMORY_TIER = "KEEPSTEP_MEMORY_TIER"
 """What the launcher keeps in memory of checkpoints: off, node or peer."""
 ENV_PREEMPT_NOTICE_S = "KEEPSTEP_PREEMPT_NOTICE_S"
 """Seconds between a request to stop and the end of the ranks."""
+ENV_FLEET_PRIOR = "KEEPSTEP_FLEET_PRIOR"
+"""What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record or its
+file."""
+ENV_POWER_RAMP_S = "KEEPSTEP_POWER_RAMP_S"
+"""Seconds over which the first steps of a cycle come to full speed; unset or 0: at once."""
+ENV_CKPT_ROOT = "KEEPSTEP_CKPT_ROOT"
+"""Takes the place of a Checkpointer's `root`; a further Checkpointer of the same process gets the ending ".1", and so on."""
+ENV_CKPT_EVERY_STEPS = "KEEPSTEP_CKPT_EVERY_STEPS"
+"""Takes the place of a Checkpointer's cadence."""
+ENV_RESUME_CHECK = "KEEPSTEP_RESUME_CHECK"
+"""Set by `keepstep doctor resume` for the runs it compares; see keepstep.trainer.observed."""
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -19,19 +19,20 @@ from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
 from keepstep.checkpoint.save.memoryset import MemorySet
-from keepstep.checkpoint.save.saver import SaveJob, Saver, folder_path
+from keepstep.checkpoint.save.saver import Outcome, SaveJob, Saver, folder_path
 from keepstep.checkpoint.save.slots import Slot, Slots
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
 from keepstep.checkpoint.trust.keys import signing_key
+from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
+from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
 from keepstep.trainer.staging import Stager
 
-DEFAULT_EVERY_S = 600.0
 SAVE_FACTOR = 1.5
 """A save is expected to take at most this times the median of the measured ones."""
 MEMORY_SHARE = 0.005
@@ -108,6 +109,12 @@ def _check_cadence(every_steps: int | None, every_seconds: float | None, memory_
         raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
 
 
+def _steps_of(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{frames.ENV_CKPT_EVERY_STEPS}={text!r} is not a number of steps")
+    return int(text)
+
+
 class Checkpointer:
     """Saves and restores `state`.
 
@@ -127,6 +134,7 @@ class Checkpointer:
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        max_interval_s: float = MAX_INTERVAL_S,
         memory_every_steps: int | None = None,
         per_rank: Iterable[str] | None = None,
         on_busy: Literal["wait", "skip"] = "wait",
@@ -142,7 +150,8 @@ class Checkpointer:
     ) -> None:
         """`root`: a folder, or an object store (s3://bucket/prefix, gs://, az://) reached with `store`.
 
-        `every_steps`: save at multiples of it; else by time, every `every_seconds` (600 s when neither is given).
+        `every_steps`: save at multiples of it, `every_seconds`: by time; with neither at the interval that the measured cost of a
+        save and the failure rate recommend (`keepstep ckpt interval` explains it), never longer than `max_interval_s`.
         `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
         the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
         flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `run_id`: restore only checkpoints of
@@ -150,6 +159,8 @@ class Checkpointer:
         `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are written from. Raises
         ConfigError for a bad argument.
         """
+        if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
+            every_steps, every_seconds = _steps_of(text), None
         _check_cadence(every_steps, every_seconds, memory_every_steps)
         _check_choice("on_busy", on_busy, ("wait", "skip"))
         _check_choice("rng_on_reshard", rng_on_reshard, ("refuse", "reseed"))
@@ -165,10 +176,13 @@ class Checkpointer:
             from keepstep.trainer.run import current
 
             run = current()
+        if other := os.environ.get(frames.ENV_CKPT_ROOT):
+            root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other
         self.state = state
         self._run: RunLike = run
         self._every_steps = every_steps
-        self._every_seconds = every_seconds or DEFAULT_EVERY_S
+        self._every_seconds = every_seconds
+        self._cadence = open_cadence(max_s=max_interval_s, min_s=min(MIN_INTERVAL_S, max_interval_s))
         self._memory_every_steps = memory_every_steps
         self._per_rank = wanted
         self._on_busy = on_busy
@@ -179,7 +193,7 @@ class Checkpointer:
         self._max_failures = max_failures
         self._life: Life | None = None
         self._key: Any = None
-        self._last_save_s = self._last_keep_s = time.monotonic()
+        self._last_keep_s = time.monotonic()
         self._block_s = 0.0
         self._closed = False
         self.skipped = 0
@@ -204,6 +218,7 @@ class Checkpointer:
             world_size=run.world_size,
             timeout_s=timeout_s,
             may_commit=run.check_lease,
+            on_done=self._note_done,
         )
         if unsigned and run.rank == 0:
             print(
@@ -254,7 +269,7 @@ class Checkpointer:
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
         if not self._unsigned and self._run.rank == 0:
             self._key = signing_key()  # kept: a key file that vanishes later must not start another key in the middle
-        self._last_save_s = self._last_keep_s = time.monotonic()
+        self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):
             if isinstance(self._writer, WriterClient):
@@ -319,7 +334,12 @@ class Checkpointer:
         if self._closed:
             raise ConfigError("Checkpointer: closed")
         with self._run.section("checkpoint"):
-            return self._save(step, time.monotonic_ns(), metrics)
+            begun = self._save(step, time.monotonic_ns(), metrics)
+        if begun and frames.ENV_RESUME_CHECK in os.environ and self._run.checkpointers[0] is self:
+            from keepstep.trainer.observed import after_save
+
+            after_save(self, step)
+        return begun
 
     def _save(self, step: int, begin_ns: int, metrics: Mapping[str, float] | None) -> bool:
         self.wait()
@@ -331,9 +351,21 @@ class Checkpointer:
                 f"the last one: {self._saver.last_error}"
             )
         self._start(step, metrics, durable=True)
-        self._last_save_s = self._last_keep_s = time.monotonic()
         self._note_block(step, begin_ns)
+        self._begin_interval()
         return True
+
+    def _note_done(self, outcome: Outcome, block_s: float) -> None:
+        """A save is over (called on its thread): what it cost moves the interval."""
+        if outcome.error is not None or not outcome.durable or self._every_steps or self._every_seconds:
+            return
+        if self._cadence.note_save(time.monotonic(), block_s, outcome.persist_ns / 1e9) and self._run.rank == 0:
+            print(f"keepstep: {self._cadence.describe()}", file=sys.stderr, flush=True)
+
+    def _begin_interval(self) -> None:
+        """Training goes on: the time to the next save counts from here."""
+        self._last_save_s = self._last_keep_s = time.monotonic()
+        self._cadence.begin(self._last_save_s)
 
     def _keep(self, step: int) -> None:
         """Keep an image of this step in memory; the save before must be over, which it is but for moments."""
@@ -362,6 +394,7 @@ class Checkpointer:
             self._saver.refuse(step, f"{type(error).__name__}: {error}", durable=durable)
             raise
         else:
+            job.blocked_ns = time.monotonic_ns() - job.begun_ns
             self._saver.begin(job)
 
     def _stage(self, step: int, begun_ns: int, metrics: Mapping[str, float] | None, *, durable: bool) -> SaveJob:
@@ -421,7 +454,10 @@ class Checkpointer:
             return True
         if self._every_steps is not None or self._life is None or self._closed:
             return False
-        return time.monotonic() - self._last_save_s >= self._every_seconds
+        now_s = time.monotonic()
+        if self._every_seconds is not None:
+            return now_s - self._last_save_s >= self._every_seconds
+        return self._cadence.due(now_s)
 
     def _propose_keep(self, step: int) -> bool:
         """Whether this rank, asked first, wants an image kept in memory at `step`."""

@@ -22,6 +22,7 @@ from keepstep.records.inject import Injection
 from keepstep.trainer.channel import ABSENT, Channel, open_channel, open_decisions
 from keepstep.trainer.inject import carry_out
 from keepstep.trainer.page import StepContext, Words, lease_overdue_s, make_steps, open_page
+from keepstep.trainer.ramp import Ramp, ramp_from, say_ramp_cost
 
 if TYPE_CHECKING:
     from keepstep.trainer.checkpointer import Checkpointer
@@ -77,6 +78,7 @@ class Run:
         self._injections = _injections()
         self._stop_asked_ns = 0
         self._notice_s = _notice_s() if supervised else None
+        self._ramp: Ramp | None = ramp_from(env)
         self._replays = 0
         self._decisions: Channel | None = None
         """Where shared decisions are kept; opened at the first one."""
@@ -97,6 +99,8 @@ class Run:
             words[layout.W_FIRST_STEP] = step
             words[layout.W_PHASE_NS] = monotonic_ns()
             words[layout.W_PHASE] = layout.PHASE_TRAIN
+            if self._ramp is not None and self.rank == 0:
+                say_ramp_cost(self._ramp.ramp_s)
             if self._next_decision is None:
                 self._next_decision = step + 1
         elif not words[layout.W_FIRST_DONE_NS] and (words[layout.W_STEP] >> 8) > self._first_step:
@@ -107,9 +111,18 @@ class Run:
         for injection in due:
             carry_out(injection, self)
         upcoming = [max(step + 1, i.step or 0) for i in self._injections]
-        if not words[layout.W_FIRST_DONE_NS]:
+        if not words[layout.W_FIRST_DONE_NS] or self._ramps(step):
             upcoming.append(step + 1)
         return min(upcoming, default=sys.maxsize)
+
+    def _ramps(self, step: int) -> bool:
+        """Pause before `step` where power is to rise slowly; whether the next step is to be asked about too."""
+        if self._ramp is None:
+            return False
+        key = f"ramp/{self._replays}/{step}"
+        if not self._ramp.pause(self._words, lambda wanted_s: float(self._shared_decisions().cas(key, wanted_s))):
+            self._ramp = None
+        return self._ramp is not None
 
     def _observe(self, **scalars: Any) -> None:
         """Report scalars of this step (numbers or one-element tensors).

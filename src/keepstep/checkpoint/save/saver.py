@@ -51,6 +51,8 @@ class SaveJob(msgspec.Struct, kw_only=True):
     key: Any
     begun_ns: int
     """When staging began (CLOCK_MONOTONIC)."""
+    blocked_ns: int = 0
+    """How long training stood still for the staging."""
     durable: bool = True
     memory: MemorySet | None = None
     metrics: Mapping[str, float] | None = None
@@ -88,11 +90,13 @@ class Saver:
         timeout_s: float,
         may_commit: Callable[[], None] = lambda: None,
         on_commit: Callable[[str], None] = lambda _folder: None,
+        on_done: Callable[[Outcome, float], None] = lambda _outcome, _block_s: None,
         delay_s: float = 0.0,
     ) -> None:
         """`may_commit` is called right before the marker is written and raises StorageError when it must not be.
 
-        `on_commit` is called on rank 0 with the folder's name once it is committed. `delay_s` holds back this rank's write, never
+        `on_commit` is called on rank 0 with the folder's name once it is committed, `on_done` on every rank at the end of a save
+        with the seconds for which it blocked training. `delay_s` holds back this rank's write, never
         the staging, so that not all ranks of a large job write at once.
         """
         self._channel = channel
@@ -106,6 +110,7 @@ class Saver:
         self._number = 0
         self._may_commit = may_commit
         self._on_commit = on_commit
+        self._on_done = on_done
         self._delay_s = delay_s
         self._took_s: deque[float] = deque(maxlen=20)
         self._begun_ns = 0
@@ -186,6 +191,7 @@ class Saver:
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
+        self._on_done(outcome, job.blocked_ns / 1e9)
 
     def _tell_failure(self, number: int, error: str) -> None:
         """Tell the other ranks that this one failed, wherever they wait for it."""
@@ -361,7 +367,7 @@ class Saver:
     # ---- the other ranks
 
     def _follow(self, job: SaveJob, number: int) -> Outcome:
-        key = f"ckpt/{number}/folder"
+        begin_ns, key = time.monotonic_ns(), f"ckpt/{number}/folder"
         place = self._channel.wait([key], self._timeout_s)[key]
         if "error" in place:
             return Outcome(step=job.name.step, durable=job.durable, error=place["error"])
@@ -384,6 +390,7 @@ class Saver:
             checkpoint=place["name"],
             digest=result["digest"],
             kept=bool(result["kept"]),
+            persist_ns=time.monotonic_ns() - begin_ns,
         )
 
 

@@ -449,6 +449,7 @@ class Job(JobState):
             master_port=c.master_port,
             agent_store=c.agent_store,
             probe=c.probe,
+            history=c.history,
             node_spans=[list(x) for x in c.layout] if len(c.layout) <= SPANS_INLINE else [],
         )
 

@@ -66,6 +66,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         substituted=c.substituted,
         node_notes=_notes(c),
         counted=bool(decided is not None and decided.attrs.get("counted")),
+        history=c.history,
         master_addr=c.master_addr,
         master_port=c.master_port,
     )

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from keepstep.goodput.history import HistoryFold
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.noprogress import Progress
 from keepstep.records.codec import to_json
-from keepstep.records.cycle import DURABLE, RankPlace, VerdictFile
+from keepstep.records.cycle import DURABLE, FailureHistory, RankPlace, VerdictFile
 from keepstep.records.exits import exit_status_name
 from keepstep.records.timeline import Mark
 
@@ -119,6 +120,8 @@ class CycleState:
         self.path: str = record.get("path", "respawn")
         self.substituted: list[list[str]] = record.get("substituted", [])
         self.scatter: dict[str, Any] | None = record.get("scatter")
+        self.history: FailureHistory | None = None
+        """Of the run up to this cycle."""
         self.started: dict[str, Record] = {}
         self.stopped: dict[str, m.Stopped] = {}
         self.lost: list[str] = []
@@ -222,6 +225,8 @@ class JobState:
         """Whether this attempt has had a cycle that ran the script."""
         self.longest_lease_s = 0.0
         """Longest lease that any coordinator of this job may have given."""
+        self.failures = HistoryFold()
+        """Interruptions of the whole run and its node time."""
         self._joins = 0
 
     @property
@@ -244,6 +249,7 @@ class JobState:
         self.epoch = r["epoch"]
         if r["attempt"] != self.attempt:
             # A new life of the launchers: whatever ran before is dead with its agents.
+            self.failures.take_attempt()
             self.attempt = r["attempt"]
             self.phase, self.cycle, self.nodes, self.layout = "forming", None, {}, []
             self.excluded, self.losses, self.away, self.trained = {}, {}, set(), False
@@ -254,6 +260,7 @@ class JobState:
     def _apply_mark(self, r: Record) -> None:
         mark = msgspec.convert(r["mark"], Mark)
         self.marks.append(mark)
+        self.failures.take_mark(mark.kind, mark.t_ns, mark.attrs)
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True
             self.safe_step = self.last_committed
@@ -305,6 +312,8 @@ class JobState:
         self.cycle = CycleState(r)
         self.layout = self.cycle.layout
         self.last_cycle = r["cycle"]
+        self.cycle.history = self.failures.history()
+        self.failures.take_cycle(len(self.cycle.nodes), probe=self.cycle.probe)
         self.trained = self.trained or not self.cycle.probe
         self.phase = "running"
 

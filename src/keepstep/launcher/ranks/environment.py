@@ -59,6 +59,10 @@ def cycle_environment(
     env |= {name: value for name, value in NCCL_DEFAULTS.items() if _setter(name) is None}
     if config.fresh_start:
         env[frames.ENV_FRESH_START] = "1"
+    if config.failure_prior is not None:
+        env[frames.ENV_FLEET_PRIOR] = config.failure_prior
+    if config.power_ramp_s:
+        env[frames.ENV_POWER_RAMP_S] = f"{config.power_ramp_s:g}"
     if command is None:
         return env
     rank = command.first_rank + local_rank

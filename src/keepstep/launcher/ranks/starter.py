@@ -286,4 +286,5 @@ def _cycle_info(run_id: str, command: m.StartCycle) -> dict[str, Any]:
         "master_port": command.master_port,
         "ranks": ranks,
         "active_nodes": [node for node, _, _ in command.node_spans],
+        "history": command.history,
     }

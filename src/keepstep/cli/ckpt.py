@@ -1,0 +1,24 @@
+"""`keepstep ckpt`: verbs for checkpoints, a table like that of the top level; a verb's module is loaded when it is used."""
+
+from __future__ import annotations
+
+import click
+
+from keepstep.cli.main import LazyGroup, Verb
+
+VERBS: dict[str, Verb] = {
+    "interval": Verb("keepstep.cli.ckpt_interval:interval", "Say how long to train between checkpoints, and why."),
+    "pin": Verb("keepstep.cli.ckpt_pin:pin", "Keep a checkpoint for good, or allow going back to it.", "checkpoint"),
+    "keygen": Verb("keepstep.cli.ckpt_keygen:keygen", "Make a key that signs checkpoints.", "checkpoint"),
+}
+
+
+@click.group(
+    "ckpt",
+    cls=LazyGroup,
+    verbs=VERBS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`keepstep ckpt VERB --help` explains a verb.",
+)
+def ckpt() -> None:
+    """Look at checkpoints, keep them, sign them."""
