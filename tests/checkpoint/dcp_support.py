@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter
 
 
 class Payload:
@@ -26,19 +29,24 @@ class Payload:
         return Path.touch, (self.canary,)
 
 
-def save_dcp(state: dict[str, Any], folder: Path | None, **options: Any) -> Path | None:
-    """`dcp.save` in one process."""
+def save_dcp(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    """`dcp.save` to `folder`, as torch stores it, in one process."""
+    save_with(None, state, folder, **options)
+    return folder
+
+
+def save_with(writer: StorageWriter | None, state: dict[str, Any], name: Path | None = None, **options: Any) -> None:
+    """`dcp.save` through `writer` in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that nothing is distributed
-        dcp.save(state, checkpoint_id=folder, no_dist=True, **options)
-    return folder
+        save(state, checkpoint_id=name, storage_writer=writer, no_dist=True, **options)
 
 
 def load_dcp(state: dict[str, Any], folder: Path | None = None, **options: Any) -> dict[str, Any]:
     """`dcp.load` into `state` in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=folder, no_dist=True, **options)
+        load(state, checkpoint_id=folder, no_dist=True, **options)
     return state
 
 
@@ -91,7 +99,7 @@ def _cut(size: torch.Size, dim: int) -> list[tuple[tuple[int, ...], tuple[int, .
         return [(zero, tuple(size))]
     bounds = [0, 1, size[dim] // 2 + 1, size[dim]]
     boxes = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         if end > begin:
             boxes.append(((*zero[:dim], begin, *zero[dim + 1 :]), (*size[:dim], end - begin, *size[dim + 1 :])))
     return boxes

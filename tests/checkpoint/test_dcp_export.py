@@ -10,12 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from tests.checkpoint.dcp_support import load_dcp, same
+from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, run_ranks
 
 from keepstep.cli.ckpt_export import export_command
 from keepstep.records.errors import ConfigError, VerificationError
 from keepstep.trainer.channel import MemoryChannel
-from tests.checkpoint.dcp_support import load_dcp, same
-from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, run_ranks
 
 
 class Tied(torch.nn.Module):
@@ -115,7 +115,9 @@ def test_tied_weights_are_written_once(root: Path, tmp_path: Path) -> None:
     whole = {"embed.weight": torch.zeros(50, 8), "head.weight": torch.zeros(50, 8)}
     dcp_out = tmp_path / "dcp"
     export(root / next(root.glob("*-step-*")).name, dcp_out, "--to", "dcp")
-    load_dcp(read_into := {"model": {**whole, "middle.weight": torch.zeros(8, 8), "middle.bias": torch.zeros(8)}}, dcp_out)
+    load_dcp(
+        read_into := {"model": {**whole, "middle.weight": torch.zeros(8, 8), "middle.bias": torch.zeros(8)}}, dcp_out
+    )
     same(dict(model.state_dict()), read_into["model"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -18,19 +19,6 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from keepstep.checkpoint.format.runs import runs, tiling_problem
-from keepstep.checkpoint.format.boxes import Box
-from keepstep.checkpoint.format.layout import FolderName
-from keepstep.checkpoint.format.pickles import parse_pickle
-from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, import_dcp
-from keepstep.checkpoint.torch.dcpread import METADATA_NAMES, read_dcp
-from keepstep.checkpoint.torch.saved import ITEM_NAMES, read_record
-from keepstep.checkpoint.trust.keys import signing_key
-from keepstep.cli.ckpt_import import import_command
-from keepstep.records.errors import ConfigError, VerificationError
-from keepstep.trainer.channel import MemoryChannel
 from tests.checkpoint.dcp_support import (
     Payload,
     ShardingPlanner,
@@ -43,6 +31,24 @@ from tests.checkpoint.dcp_support import (
 )
 from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, report_of, run_ranks
 
+from keepstep.checkpoint.format.boxes import Box
+from keepstep.checkpoint.format.layout import FolderName
+from keepstep.checkpoint.format.pickles import parse_pickle
+from keepstep.checkpoint.format.runs import runs, tiling_problem
+from keepstep.checkpoint.storage.posix import PosixRoot
+from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, import_dcp
+from keepstep.checkpoint.torch.dcpread import METADATA_NAMES, read_dcp
+from keepstep.checkpoint.torch.saved import ITEM_NAMES, read_record
+from keepstep.checkpoint.trust.keys import signing_key
+from keepstep.cli.ckpt_import import import_command
+from keepstep.records.errors import ConfigError, VerificationError
+from keepstep.trainer.channel import MemoryChannel
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
@@ -80,27 +86,7 @@ def everything() -> dict[str, Any]:
     """A state with each kind of leaf DCP writes, in awkward memory layouts."""
     torch.manual_seed(1)
     bits = torch.randint(0, 256, (24, 16), dtype=torch.uint8)
-    tensors = {
-        str(dtype).removeprefix("torch."): bits.clone().reshape(-1).view(dtype)
-        for dtype in (
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.uint16,
-            torch.uint32,
-            torch.uint64,
-            torch.complex64,
-            torch.complex128,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        )  # fmt: skip
-    }
+    tensors = {str(dtype).removeprefix("torch."): bits.clone().reshape(-1).view(dtype) for dtype in DTYPES}
     base = torch.randn(4, 3, 5, 6)
     return {
         "types": tensors,
@@ -154,7 +140,7 @@ def test_training_goes_on_from_an_import(tmp_path: Path, root: Path, capsys: pyt
     old = Training()
     for _ in range(4):
         old.step()
-    parts = {"model": old.model, "optim": old.optim, "sched": old.sched}
+    parts: dict[str, Any] = {"model": old.model, "optim": old.optim, "sched": old.sched}
     source = save_dcp({name: part.state_dict() for name, part in parts.items()}, tmp_path / "run-step-000004")
     result = CliRunner().invoke(import_command, [str(source), str(root), "-o", "json"], catch_exceptions=False)
     assert '"step": 4' in result.stdout
@@ -203,14 +189,14 @@ def test_saved_without_collectives(tmp_path: Path, root: Path) -> None:
     source.mkdir()
     for rank in range(2):
         part = save_dcp({"w": full, "r": replica}, tmp_path / f"r{rank}", planner=ShardingPlanner(rows))
-        edit_metadata(part, lambda metadata, rank=rank: _keep(metadata, rank))
+        edit_metadata(part, functools.partial(_keep, rank))
         (part / ".metadata").rename(source / f"__{rank}.metadata")
         (part / "__0_0.distcp").rename(source / f"__{rank}_0.distcp")
     run_import(source, root)
     same({"w": full, "r": replica}, restored(root, ["w", "r"])[0])
 
 
-def _keep(metadata: Any, rank: int) -> None:
+def _keep(rank: int, metadata: Any) -> None:
     """Make `metadata` that of one of two ranks: half of the chunks of `w`, and its own file."""
     chunks = metadata.state_dict_metadata["w"].chunks
     metadata.state_dict_metadata["w"].chunks = chunks[:2] if rank == 0 else chunks[2:]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -102,20 +103,17 @@ def export_dcp(contents: Contents, out: Path) -> Exported:
         writer = FileSystemWriter(out, overwrite=False)
         try:
             save(dict(flat.leaves), storage_writer=writer, planner=_ExportPlanner(contents, flat), no_dist=True)
-        except Exception as error:
+        except CheckpointException as error:
             raise _cause(error) from error
     size = sum(contents.index.tensors[name].size_bytes for name in flat.tensors.values())
     files = sorted(path.name for path in out.iterdir())
     return Exported(files=files, tensors=len(flat.tensors), size_bytes=size, notes=_own_note(contents))
 
 
-def _cause(error: Exception) -> Exception:
-    """What went wrong inside of torch's save, which wraps errors of ranks."""
-    failures = getattr(error, "failures", {})
-    for wrapped in failures.values():
-        inner = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        if isinstance(inner, Exception):
-            return inner if not isinstance(inner, OSError) else StorageError(f"cannot write the export: {inner}")
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong inside of torch's save, which wraps the errors of ranks."""
+    for inner, _ in error.failures.values():
+        return StorageError(f"cannot write the export: {inner}") if isinstance(inner, OSError) else inner
     return error
 
 
@@ -146,7 +144,8 @@ def export_safetensors(contents: Contents, out: Path, *, state: str | None, shar
     with _new_folder(out):
         for number, keys in enumerate(shards):
             file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            entries = {key: StoredTensor(metas[key].dtype, metas[key].shape, metas[key].size_bytes) for key in keys}
+            unordered = {key: StoredTensor(metas[key].dtype, metas[key].shape, metas[key].size_bytes) for key in keys}
+            entries = {key: unordered[key] for key in file_order(unordered)}
             here = {alias: key for alias, key in aliases.items() if key in entries}
             _write_shard(contents, out / file, entries, kept, {**here, "format": "pt"})
             weight_map.update(dict.fromkeys(keys, file))
@@ -190,7 +189,7 @@ def _write_shard(
 
     def parts() -> Iterator[bytes | memoryview]:
         yield header
-        for key in file_order(entries):
+        for key in entries:
             yield read_bytes(contents, names[key])
 
     size = len(header) + sum(math.prod(entry.shape) * NATIVE_BYTES[entry.dtype] for entry in entries.values())
