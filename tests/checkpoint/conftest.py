@@ -10,6 +10,8 @@ import pytest
 # `tests.checkpoint.support` is imported by its full name, also when pytest is not started as `python -m pytest`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.checkpoint.s3 import moto_server, s3  # noqa: F401 - fixtures
+
 
 @pytest.fixture(autouse=True)
 def keepstep_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

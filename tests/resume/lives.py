@@ -59,10 +59,10 @@ class Server:
 class Chain:
     """Lives that continue one another in one folder, and what their ranks wrote."""
 
-    def __init__(self, server: Server, folder: Path, root: Path | None = None, **options: Any) -> None:
+    def __init__(self, server: Server, folder: Path, **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.server, self.folder = server, folder
-        self.root = root or folder / "root"
+        self.root = folder / "root"
         self.options = {"root": str(self.root), "out": str(folder), **options}
         self.begins: list[int] = []
 

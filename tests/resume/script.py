@@ -73,7 +73,7 @@ def main() -> None:
         with run.step(step) as s:
             batch = next(stream) if mistake == "stream" else loader.next()
             loss = model(batch).square().mean()
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.scale(loss).backward()
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()

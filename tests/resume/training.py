@@ -139,7 +139,7 @@ class Training:
         torch.manual_seed(options.seed)
         if options.exact:
             self.model: torch.nn.Module = torch.nn.Linear(6, 1, bias=False, dtype=torch.float64)
-            torch.nn.init.zeros_(self.model.weight)  # type: ignore[arg-type]
+            torch.nn.init.zeros_(self.model.weight)
             self.optim: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-3, momentum=0.5)
         else:
             norm = torch.nn.BatchNorm1d(16) if world == 1 else torch.nn.LayerNorm(16)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -157,6 +160,29 @@ def test_a_loop_that_counts_nothing_is_refused() -> None:
         next(sampler.deliver(DataLoader(COUNTED, batch_size=4)))
     with pytest.raises(ConfigError, match="in_order"):
         next(sampler.deliver(DataLoader(COUNTED, batch_sampler=sampler, num_workers=1, in_order=False)))
+
+
+WORKER = """
+import sys
+from keepstep.trainer.loader import outlive_sigterm
+outlive_sigterm()
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_worker_outlives_everybodys_sigterm_but_its_parents() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        for word in ("ready", "alive"):
+            worker.stdin.write(f"{word}\n")
+            worker.stdin.flush()
+            assert worker.stdout.readline() == f"{word}\n"
+            subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(30) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,15 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HighWater(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest committed checkpoint of a root: `digest` is the SHA-256 of its manifest in hex."""
+    """The newest committed checkpoint of a root: `digest` is the SHA-256 of its manifest in hex.
+
+    `detail` is what else the rules of a restore remember (trust/rollback.py), as JSON; the launcher only keeps it.
+    """
 
     step: int
     cycle: int
     digest: str
+    detail: str = ""
 
 
 class NoStoreError(ChannelError):

@@ -22,6 +22,7 @@ from keepstep.cli import ft_flags
 from keepstep.cli.config_file import where_in_file
 from keepstep.cli.output import note
 from keepstep.cli.rdzv_conf import parse_rdzv_conf
+from keepstep.cli.trust_flags import checked_options
 from keepstep.records.errors import ConfigError
 from keepstep.records.inject import parse_injection
 
@@ -101,6 +102,7 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
     mode = "exec" if flags["no_python"] else "module" if flags["module"] else "script"
     preload = list(DEFAULT_PRELOAD) if flags["preload"] is None else [m for m in flags["preload"].split(",") if m]
     _note_what_has_no_effect(ctx, flags)
+    trust = checked_options(flags)
     return RunConfig(
         **job,
         node=_node(ctx, flags, several=job["nnodes"] + job["spares"] > 1),
@@ -134,6 +136,13 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
         redirects=_std(flags["redirects"], "--redirects"),
         log_dir=flags["log_dir"],
         local_ranks_filter=_ranks(flags["local_ranks_filter"]),
+        trust_key=list(trust.trust_key),
+        trust_identity=list(trust.trust_identity),
+        trust_issuer=list(trust.trust_issuer),
+        trust_root=list(trust.trust_root),
+        unsigned=trust.unsigned,
+        ckpt_signer=trust.ckpt_signer,
+        ckpt_signer_cert=trust.ckpt_signer_cert,
         fresh_start=flags["fresh_start"],
         virtual_local_rank=flags["virtual_local_rank"],
         signals=_signals(flags["signals_to_handle"]),

@@ -98,6 +98,19 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str = "0"
     log_dir: str | None = None
     local_ranks_filter: list[int] = []
+    trust_key: list[str] = []
+    """Files with the public keys whose checkpoints ranks restore; with nobody named here or below, this installation's key."""
+    trust_identity: list[str] = []
+    """Trusted certificate identities; the n-th is vouched for by the n-th of `trust_issuer`."""
+    trust_issuer: list[str] = []
+    trust_root: list[str] = []
+    """Files with the root certificates that chains of those identities end in."""
+    unsigned: bool = False
+    """Ranks write checkpoints without signature, and accept such."""
+    ckpt_signer: str | None = None
+    """Program that signs checkpoints (checkpoint/trust/signers.py); None: this installation's key."""
+    ckpt_signer_cert: str | None = None
+    """File with its public key or certificate chain."""
     fresh_start: bool = False
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -220,11 +220,12 @@ class Locate(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="l
 
 
 class HighWater(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest committed checkpoint of a root: `digest` is its manifest's."""
+    """The newest committed checkpoint of a root: `digest` is its manifest's, `detail` is for the ranks alone."""
 
     step: int
     cycle: int
     digest: str
+    detail: str = ""
 
 
 class MarkGet(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="mark_get"):

@@ -120,7 +120,7 @@ class Run:
         if self._ramp is None:
             return False
         key = f"ramp/{self._replays}/{step}"
-        if not self._ramp.pause(self._words, lambda wanted_s: float(self._shared_decisions().cas(key, wanted_s))):
+        if not self._ramp.pause(self._words, lambda wanted_s: float(self.agree(key, wanted_s))):
             self._ramp = None
         return self._ramp is not None
 

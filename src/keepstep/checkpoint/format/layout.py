@@ -7,7 +7,6 @@ alone says what there is; a suffix (`a0001r1`) keeps a second try of the same sa
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import msgspec
 
@@ -19,6 +18,7 @@ MARKER_UNSIGNED = "manifest.json"
 MARKERS = (MARKER_SIGNED, MARKER_UNSIGNED)
 SIDE_FOLDER = ".keepstep"
 QUARANTINE_FOLDER = "quarantine"
+TOMBSTONE_FOLDER = "tombstones"
 PRINTS_SUFFIX = ".prints"
 """In the memory tier a file of this ending lies beside each image: the fingerprints of its blocks, one after the other."""
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -79,8 +79,3 @@ def rank_file_name(rank: int, world_size: int) -> str:
 def is_plain_file_name(name: str) -> bool:
     """True when `name` stays inside its folder: no separator, no leading dot, nothing but plain characters."""
     return _FILE.fullmatch(name) is not None
-
-
-def quarantine_file(root: Path, folder: str) -> Path:
-    """Where the quarantine record of `folder` lies."""
-    return root / SIDE_FOLDER / QUARANTINE_FOLDER / f"{folder}.json"

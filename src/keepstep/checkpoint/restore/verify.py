@@ -17,10 +17,12 @@ import msgspec
 
 from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, parse_folder_name
 from keepstep.checkpoint.format.shard import parse_header
-from keepstep.checkpoint.storage.readahead import read_ahead, room
+from keepstep.checkpoint.restore.damage import find_damage
+from keepstep.checkpoint.storage.readahead import read_ahead
 from keepstep.checkpoint.storage.source import Opened, Source
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Manifest, parse_manifest
+from keepstep.checkpoint.trust.policy import TrustPolicy, check_manifest
 from keepstep.records.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 8 << 20
 _AHEAD = {"shm": 1, "disk": 1, "peer": 2, "object": 4}  # chunks being read while one is hashed
+
+
+class DamagedError(VerificationError):
+    """Raised when a file's bytes are not those of the manifest. `blocks`: numbers of the damaged ones, where they can be told."""
+
+    def __init__(self, message: str, blocks: list[int]) -> None:
+        super().__init__(message)
+        self.blocks = blocks
 
 
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +94,18 @@ def check_marker(
     marker: str,
     data: bytes,
     *,
-    trusted_key: EllipticCurvePublicKey | None,
+    trusted_key: EllipticCurvePublicKey | None = None,
     allow_unsigned: bool = False,
+    policy: TrustPolicy | None = None,
 ) -> Manifest:
-    """The manifest in `data`, the content of `marker`, which must speak of `folder`. Raises VerificationError."""
-    manifest = parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+    """The manifest in `data`, the content of `marker`, which must speak of `folder`. Raises VerificationError.
+
+    With `policy` that decides who is trusted, and not `trusted_key` and `allow_unsigned`.
+    """
+    if policy is not None:
+        manifest = check_manifest(data, marker, policy)
+    else:
+        manifest = parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
     name, facts = parse_folder_name(folder), manifest.facts
     if name is not None:
         if facts is None:
@@ -138,27 +155,13 @@ def _compare(name: str, digest: str, expected: str) -> None:
         raise VerificationError(f"{name}: SHA-256 is {digest[:16]}..., the manifest says {expected[:16]}...")
 
 
-def read_verified(source: Source, folder: str, file: FileFact) -> memoryview:
-    """All bytes of `file`, in memory, after their SHA-256 was compared. Raises VerificationError or StorageError."""
-    opened = source.open(folder, file.name)
-    try:
-        _check_size(file, opened)
-        buffer, digest = room(opened.size_bytes), hashlib.sha256()
-        with closing(read_ahead(opened, chunk_bytes=CHUNK_BYTES, depth=_AHEAD[source.tier], into=buffer)) as chunks:
-            for chunk in chunks:
-                digest.update(chunk)
-        _compare(file.name, digest.hexdigest(), file.sha256)
-        return buffer
-    finally:
-        opened.close()
-
-
 def check_file(
-    source: Source, folder: str, file: FileFact, *, progress: Callable[[int], None] = lambda _: None
+    source: Source, folder: str, file: FileFact, *, jobs: int = 1, progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Compare size and SHA-256 of `file` without holding it in memory; check a shard's header too.
 
-    `progress` is told the number of bytes of each chunk that was hashed. Raises VerificationError or StorageError.
+    `progress` is told the number of bytes of each chunk that was hashed. Raises VerificationError or StorageError; when the
+    bytes differ and the file has block digests, the DamagedError says where (`jobs` blocks are looked at together).
     """
     opened = source.open(folder, file.name)
     try:
@@ -170,7 +173,13 @@ def check_file(
                 if not head and file.name.endswith(".safetensors"):
                     head = bytes(chunk)
                 progress(len(chunk))
-        _compare(file.name, digest.hexdigest(), file.sha256)
+        try:
+            _compare(file.name, digest.hexdigest(), file.sha256)
+        except VerificationError as error:
+            if file.blocks is None:
+                raise
+            damage = find_damage(opened, file.blocks, file.name, jobs=jobs)
+            raise DamagedError(f"{error}; {damage.text}", damage.blocks) from None
         if file.name.endswith(".safetensors"):
             _check_header(opened, file.name, head)
     finally:
@@ -190,14 +199,16 @@ def verify_checkpoint(
     source: Source,
     folder: str,
     *,
-    trusted_key: EllipticCurvePublicKey | None,
+    trusted_key: EllipticCurvePublicKey | None = None,
     allow_unsigned: bool = False,
+    policy: TrustPolicy | None = None,
     jobs: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
     """Verify all of `folder` and say everything that differs; never raises VerificationError.
 
-    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one). `jobs` files are
+    `trusted_key` None skips the check of the signature (and `signed` then says only that there is one); with `policy` that
+    decides instead. `jobs` files are
     hashed at once (default: one for each usable core); `progress` is told the number of bytes of each chunk that was
     hashed, by one thread at a time. Raises StorageError when something cannot be read at all.
     """
@@ -207,7 +218,9 @@ def verify_checkpoint(
         if found is None:
             raise VerificationError(f"{folder}: no manifest, the checkpoint is not committed")
         marker, data = found
-        manifest = check_marker(folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
+        manifest = check_marker(
+            folder, marker, data, trusted_key=trusted_key, allow_unsigned=allow_unsigned, policy=policy
+        )
     except VerificationError as error:
         return VerifyReport(
             checkpoint=folder,
@@ -247,14 +260,18 @@ def _check_all(
             progress(count)
 
     def check(file: FileFact) -> FileReport:
-        problem = None
+        problem, damaged = None, []
         try:
-            check_file(source, folder, file, progress=tell)
+            check_file(source, folder, file, jobs=cores, progress=tell)
         except VerificationError as error:
             problem = str(error)
-        return FileReport(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256, error=problem)
+            damaged = error.blocks if isinstance(error, DamagedError) else []
+        return FileReport(
+            name=file.name, size_bytes=file.size_bytes, sha256=file.sha256, error=problem, damaged=damaged
+        )
 
-    workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(files)))
+    cores = jobs or len(os.sched_getaffinity(0))
+    workers = max(1, min(cores, len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="keepstep-verify") as pool:
         futures = {
             file.name: pool.submit(check, file)

@@ -15,6 +15,7 @@ from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, Fo
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
+from keepstep.checkpoint.trust.signers import Signer, as_signer
 from keepstep.records.codec import rfc3339, to_json
 from keepstep.records.errors import StorageError
 
@@ -53,7 +54,9 @@ def writer_facts(
     )
 
 
-def _marker(folder: str, files: list[FileFact], facts: Facts, key: EllipticCurvePrivateKey | None) -> tuple[str, bytes]:
+def _marker(
+    folder: str, files: list[FileFact], facts: Facts, key: EllipticCurvePrivateKey | Signer | None
+) -> tuple[str, bytes]:
     """Name and content of the marker: signed unless `key` is None."""
     name = MARKER_UNSIGNED if key is None else MARKER_SIGNED
     statement = build_statement(folder, files, facts, marker=name)
@@ -65,24 +68,23 @@ def commit(
     folder: str,
     files: list[FileFact],
     facts: Facts,
-    key: EllipticCurvePrivateKey | None,
+    key: EllipticCurvePrivateKey | Signer | None,
     *,
     may_publish: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Publish `folder` of `root`: sign (unless `key` is None) and put the marker in place, durably.
+    """Publish `folder` of `root`: sign with `key` (unless it is None) and put the marker in place, durably.
 
     All `files` must be durable already. `may_publish` is asked last and raises StorageError when it must not be. Raises
     StorageError; then nothing is published.
     """
     marker, data = _marker(folder, files, facts, key)
     root.publish(folder, marker, data, may_publish=may_publish)
-    return parse_manifest(
-        data, marker, trusted_key=None if key is None else key.public_key(), allow_unsigned=key is None
-    )
+    trusted_key = None if key is None else as_signer(key).public_key
+    return parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=key is None)
 
 
 def memory_marker(
-    folder: str, files: list[FileFact], facts: Facts, algorithm: str, key: EllipticCurvePrivateKey | None
+    folder: str, files: list[FileFact], facts: Facts, algorithm: str, key: EllipticCurvePrivateKey | Signer | None
 ) -> tuple[str, bytes]:
     """Name and content of the marker of a set in memory, whose data files are listed by fingerprints of `algorithm`."""
     return _marker(folder, files, msgspec.structs.replace(facts, memory=algorithm), key)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 MAX_PARTS = 10_000  # S3's limit for one upload
+BACKOFF_S = (0.1, 5.0)
+"""Pause before a request is repeated: from the first to the second, doubling, drawn at random below that."""
 
-_BACKOFF_S = (0.1, 5.0)
 _ERROR_XML = re.compile(r"<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?", re.DOTALL)
 _jitter = random.SystemRandom()  # the script's own generator is not touched, and forked ranks must not wait in step
 _STATUS = re.compile(r"status code: (?P<text>(?P<code>[0-9]{3})[A-Za-z ]*)")
+_ROLE_ADDRESS = "http://169.254.169.254/"  # where the client asks for a machine's role when the environment has no keys
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
@@ -60,9 +62,9 @@ def errors(client: Client, action: str, key: str, name: str | None = None) -> It
     except FileNotFoundError as error:
         if name is not None and "NoSuchBucket" not in str(error):
             raise VerificationError(f"{name}: is missing") from None
-        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error)}") from error
+        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error, action)}") from error
     except (BaseError, OSError, ValueError) as error:
-        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error)}") from error
+        raise StorageError(f"cannot {action} {client.where}/{key}: {_reason(error, action)}") from error
 
 
 def list_names(client: Client, prefix: str) -> dict[str, int]:
@@ -125,11 +127,14 @@ def create(
                     obstore.put(client.once, key, payload, mode="create", use_multipart=False)
                     return True
                 except AlreadyExistsError:
-                    return holds(client, key, views)
+                    # Also the answer while another write of the key is under way; then nothing is there yet.
+                    if size_of(client, key) is not None:
+                        return holds(client, key, views)
+                    raise
         except StorageError as error:
             if time.monotonic() >= end_s or not _may_pass(error.__cause__):
                 raise
-        time.sleep(_jitter.uniform(0, min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(number, 16))))
+        time.sleep(_jitter.uniform(0, min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** min(number, 16))))
         number += 1
 
 
@@ -147,11 +152,17 @@ def put_parts(client: Client, key: str, views: Sequence[memoryview], size: int) 
             obstore.put(
                 client.store, key, payload, use_multipart=True, chunk_size=part, max_concurrency=options.parallel
             )
-    except StorageError:
+    except StorageError as error:
         # The last answer may have been lost on its way, and the object be there.
         with contextlib.suppress(StorageError):
             if size_of(client, key) is not None and holds(client, key, views):
                 return True
+        if "Error performing DELETE" in str(error.__cause__):
+            # obstore then asks the store to drop the parts, and tells of that request's failure in place of the first.
+            raise StorageError(
+                f"cannot write {client.where}/{key}: a part did not go through in {options.retry_for_s:g} s; "
+                "the others stay hidden in the bucket until its rule for incomplete uploads drops them"
+            ) from error
         raise
     return True
 
@@ -215,7 +226,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
         "user_agent": "keepstep",
     }
     retry: RetryConfig = {
-        "backoff": {"init_backoff": timedelta(seconds=_BACKOFF_S[0]), "max_backoff": timedelta(seconds=_BACKOFF_S[1])},
+        "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S[0]), "max_backoff": timedelta(seconds=BACKOFF_S[1])},
         "max_retries": 1000 if repeat else 0,  # time is what ends it
         "retry_timeout": timedelta(seconds=options.retry_for_s),
     }
@@ -224,7 +235,7 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
         return GCSStore(url.bucket, prefix=prefix, client_options=client, retry_config=retry)
     if url.scheme == "az":
         return AzureStore(url.bucket, prefix=prefix, client_options=client, retry_config=retry)
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {"disable_bulk_delete": True}  # pruning deletes one object at a time, marker first
     if options.endpoint is not None:
         config["endpoint"] = options.endpoint
     if options.region is not None:
@@ -236,23 +247,28 @@ def _make_store(url: StoreUrl, options: StoreOptions, *, repeat: bool) -> Object
     return S3Store(url.bucket, prefix=prefix, client_options=client, retry_config=retry, **config)
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, action: str) -> str:
     """The store's own words, in one line."""
     text = str(error)
+    if _ROLE_ADDRESS in text:
+        return "no credentials: none in the environment, and this machine gives none for a role"
     match = _ERROR_XML.search(text)
     status = _STATUS.search(text)
     if match is not None:
         words = ": ".join(part for part in (match["code"], match["message"]) if part)
         text = f"{status['text'].strip()}: {words}" if status else words
+    elif "HTTP error: " in text:  # nobody answered; what follows is the HTTP library's description of itself
+        text = "no answer: " + text.partition("HTTP error: ")[2].partition("Debug source")[0]
     text = " ".join(text.split())[:300]
     if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        text += "; this identity needs put, get and list (and nothing else) on the prefix"
+        right = "the right to delete" if action == "delete" else "put, get and list"
+        text += f"; this identity needs {right} under the prefix"
     return text
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """True for errors that another try may not meet: no answer, a cut connection, a server's own failure."""
-    if type(error).__name__ != "GenericError":
+    """True for errors that another try may not meet: no answer, a cut connection, a server's own failure, a conflict."""
+    if type(error).__name__ not in ("GenericError", "AlreadyExistsError"):
         return False
     status = _STATUS.search(str(error))
     return status is None or status["code"][0] == "5" or status["code"] in ("408", "409", "429")

@@ -7,7 +7,8 @@
 The digits come first and stay the same from save to save, so the writes of one save spread over prefixes that the store
 has split already. The trainer uses put, get (with head) and list; it never deletes, renames or copies. Objects are made
 by conditional create (`If-None-Match: *`), so nothing is overwritten. Files that go up in parts are the exception: the
-client has no condition for those. There the claim of the folder, made conditionally, keeps other writers away.
+client has no condition for those. There the claim of the folder, made conditionally, keeps other writers away. When such
+an upload fails the client asks the store to drop the parts that went through; a trainer need not be allowed to do that.
 """
 
 from __future__ import annotations

@@ -17,32 +17,25 @@ def room(size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size_bytes)) if size_bytes else memoryview(b"")
 
 
-def read_ahead(
-    opened: Opened, *, chunk_bytes: int, depth: int, into: memoryview | None = None
-) -> Generator[memoryview, None, None]:
+def read_ahead(opened: Opened, *, chunk_bytes: int, depth: int) -> Generator[memoryview, None, None]:
     """The bytes of `opened` in order, in views of at most `chunk_bytes`; up to `depth` more are being read meanwhile.
 
-    With `into` (as large as the file) the views are its slices and stay valid; without, a view is valid until the next
-    one is asked for. Close the generator before `opened`: reads may be under way. Raises what `read_into` raises.
+    A view is valid until the next one is asked for. Close the generator before `opened`: reads may be under way. Raises what
+    `read_into` raises.
     """
     size = opened.size_bytes
     if size <= _INLINE_BYTES:
-        view = room(size) if into is None else into
         if size:
+            view = room(size)
             opened.read_into(view, 0)
             yield view
         return
-    ring = None if into is not None else [room(min(chunk_bytes, size)) for _ in range(depth + 1)]
+    ring = [room(min(chunk_bytes, size)) for _ in range(depth + 1)]
     pending: deque[tuple[memoryview, Future[None]]] = deque()
     with ThreadPoolExecutor(depth, thread_name_prefix="keepstep-read") as pool:
         try:
             for number, offset in enumerate(range(0, size, chunk_bytes)):
-                count = min(chunk_bytes, size - offset)
-                if into is not None:
-                    view = into[offset : offset + count]
-                else:
-                    assert ring is not None
-                    view = ring[number % len(ring)][:count]
+                view = ring[number % len(ring)][: min(chunk_bytes, size - offset)]
                 pending.append((view, pool.submit(opened.read_into, view, offset)))
                 if len(pending) > depth:  # the caller holds one view and `depth` are under way: the whole ring
                     yield _finished(pending)

@@ -30,7 +30,8 @@ def public_key_path() -> Path:
     return key_path().with_suffix(".pub")
 
 
-def _need_cryptography() -> None:
+def need_cryptography() -> None:
+    """Raises ConfigError with the pip line when the package cryptography is missing."""
     try:
         import cryptography  # noqa: F401
     except ImportError:
@@ -42,7 +43,7 @@ def _need_cryptography() -> None:
 
 def signing_key() -> EllipticCurvePrivateKey:
     """The local private key, made on first use. Raises ConfigError (no cryptography, not a P-256 key), StorageError."""
-    _need_cryptography()
+    need_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -51,7 +52,7 @@ def signing_key() -> EllipticCurvePrivateKey:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            data = _make_key(path)
+            data = make_key(path)
     except OSError as error:
         raise storage_error("read or make the signing key", path, error) from error
     try:
@@ -63,7 +64,11 @@ def signing_key() -> EllipticCurvePrivateKey:
     return key
 
 
-def _make_key(path: Path) -> bytes:
+def make_key(path: Path) -> bytes:
+    """Make a P-256 key at `path` (mode 0600), and its public half beside it with the ending `.pub`; the private PEM.
+
+    A key that is there already stays and is returned. Raises OSError.
+    """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -108,9 +113,8 @@ def public_pem(key: EllipticCurvePublicKey) -> bytes:
 
 def load_public_key(path: Path) -> EllipticCurvePublicKey:
     """A P-256 public key from a PEM file. Raises ConfigError or StorageError naming the file."""
-    _need_cryptography()
+    need_cryptography()
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
         key = serialization.load_pem_public_key(path.read_bytes())
@@ -118,6 +122,13 @@ def load_public_key(path: Path) -> EllipticCurvePublicKey:
         raise storage_error("read the public key", path, error) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a PEM public key: {error}") from None
+    return check_public_key(key, path)
+
+
+def check_public_key(key: object, path: Path) -> EllipticCurvePublicKey:
+    """`key`, from file `path`, when it is a P-256 public key. Raises ConfigError."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
         raise ConfigError(f"{path} is not a P-256 public key")
     return key

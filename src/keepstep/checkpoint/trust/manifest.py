@@ -1,15 +1,13 @@
 """The manifest: an OpenSSF Model Signing (OMS) v1.0 bundle over every other file of a checkpoint.
 
-sigstore bundle (JSON) > DSSE envelope > in-toto Statement v1 > predicate `https://model_signing/signature/v1.0`. The
-signature is ECDSA over P-256 with SHA-256. Our own facts lie in `predicate.keepstep`, which other verifiers ignore.
+Bundle and envelope (trust/envelope.py) > in-toto Statement v1 > predicate `https://model_signing/signature/v1.0`. Our own
+facts lie in `predicate.keepstep`, which other verifiers ignore.
 Unsigned, the statement itself is the file. Everything read here may be hostile: sizes are bounded, types are checked,
 nothing is looked up by name.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +18,23 @@ from keepstep.checkpoint.format.layout import (
     MARKER_SIGNED,
     MARKER_UNSIGNED,
     MARKERS,
-    MAX_MANIFEST_BYTES,
     is_plain_file_name,
 )
 from keepstep.checkpoint.storage.writer import FileFact
-from keepstep.checkpoint.trust.keys import public_pem
+from keepstep.checkpoint.trust.envelope import Opened, decode, fingerprint, open_bundle, pae, seal, signature_matches
+from keepstep.checkpoint.trust.envelope import UntrustedKeyError as UntrustedKeyError  # noqa: PLC0414 (readers of manifests catch it)
+from keepstep.checkpoint.trust.signers import as_signer
 from keepstep.records.codec import to_json
 from keepstep.records.errors import VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 
+    from keepstep.checkpoint.trust.signers import Signer
+
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
-BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-
-
-class UntrustedKeyError(VerificationError):
-    """Raised when a manifest is signed, but by a key that is not the trusted one."""
 
 
 class UnsignedError(VerificationError):
@@ -82,7 +78,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A manifest whose signature (where there is one) and inner consistency were checked.
 
     `digest` is the SHA-256 of the marker file; a child names its parent by it. `facts` is None for bundles of other
-    tools.
+    tools. `key_sha256` is the fingerprint of the key that signed, `identity` and `issuer` what its certificate says; None
+    where that was not looked at.
     """
 
     files: tuple[FileFact, ...]
@@ -91,6 +88,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     signed: bool
     digest: str
     key_sha256: str | None = None
+    identity: str | None = None
+    issuer: str | None = None
 
 
 class _Resource(msgspec.Struct, frozen=True):
@@ -122,30 +121,6 @@ class _Statement(msgspec.Struct, frozen=True):
     subject: list[_Subject]
     predicateType: str
     predicate: _Predicate
-
-
-class _Signature(msgspec.Struct, frozen=True):
-    sig: str
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    payload: str
-    payloadType: str
-    signatures: list[_Signature]
-
-
-class _KeyHint(msgspec.Struct, frozen=True):
-    hint: str | None = None
-
-
-class _Material(msgspec.Struct, frozen=True):
-    publicKey: _KeyHint | None = None
-
-
-class _Bundle(msgspec.Struct, frozen=True):
-    mediaType: str
-    verificationMaterial: _Material
-    dsseEnvelope: _Envelope
 
 
 def root_digest(files: list[FileFact] | tuple[FileFact, ...]) -> str:
@@ -180,30 +155,9 @@ def build_statement(folder: str, files: list[FileFact], facts: Facts, *, marker:
     return to_json(statement)
 
 
-def pae(payload: bytes) -> bytes:
-    """DSSE pre-authentication encoding: what is signed."""
-    return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
-
-
-def sign_statement(statement: bytes, key: EllipticCurvePrivateKey) -> bytes:
-    """The bundle: `statement` signed by `key`."""
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    signature = key.sign(pae(statement), ec.ECDSA(hashes.SHA256()))
-    bundle = {
-        "mediaType": BUNDLE_TYPE,
-        "verificationMaterial": {
-            "publicKey": {"hint": hashlib.sha256(public_pem(key.public_key())).hexdigest()},
-            "tlogEntries": [],
-        },
-        "dsseEnvelope": {
-            "payload": base64.b64encode(statement).decode(),
-            "payloadType": PAYLOAD_TYPE,
-            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
-        },
-    }
-    return to_json(bundle)
+def sign_statement(statement: bytes, key: EllipticCurvePrivateKey | Signer) -> bytes:
+    """The bundle: `statement` signed by `key`. Raises SigningError when a signer does not sign."""
+    return seal(statement, PAYLOAD_TYPE, as_signer(key))
 
 
 def parse_manifest(
@@ -213,65 +167,46 @@ def parse_manifest(
     trusted_key: EllipticCurvePublicKey | None,
     allow_unsigned: bool = False,
 ) -> Manifest:
-    """Check and read the marker file `marker` with content `data`.
+    """Check and read the marker file `marker` with content `data`, against one key; policy.check_manifest knows more.
 
     `trusted_key` None means that signatures are not checked at all; with `allow_unsigned` an unsigned manifest is
     accepted too. Raises VerificationError; UntrustedKeyError and UnsignedError are the cases where policy, not damage,
     is the reason.
     """
     if marker == MARKER_UNSIGNED:
-        if not allow_unsigned:
-            raise UnsignedError(f"{marker}: the checkpoint is not signed, and only signed ones are accepted")
-        return _parse_statement(data, marker, hashlib.sha256(data).hexdigest(), None)
+        return parse_unsigned(data, allow_unsigned=allow_unsigned)
+    opened = open_manifest(data, marker)
+    key_sha256 = None if trusted_key is None else check_signature(opened, trusted_key, marker)
+    return parse_statement(opened.payload, marker, data, key_sha256=key_sha256)
+
+
+def open_manifest(data: bytes, marker: str) -> Opened:
+    """Take the signed marker apart; nothing is verified yet. Raises VerificationError."""
     if marker != MARKER_SIGNED:
         raise VerificationError(f"{marker}: not the name of a manifest")
-    bundle = _decode(data, _Bundle, marker)
-    if bundle.mediaType != BUNDLE_TYPE:
-        raise VerificationError(f"{marker}: media type is {bundle.mediaType!r}, expected {BUNDLE_TYPE!r}")
-    envelope = bundle.dsseEnvelope
-    if envelope.payloadType != PAYLOAD_TYPE or len(envelope.signatures) != 1:
-        raise VerificationError(f"{marker}: not an in-toto payload with one signature")
-    try:
-        payload = base64.b64decode(envelope.payload, validate=True)
-        signature = base64.b64decode(envelope.signatures[0].sig, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise VerificationError(f"{marker}: not base64: {error}") from None
-    key_sha256 = None
-    if trusted_key is not None:
-        hint = bundle.verificationMaterial.publicKey.hint if bundle.verificationMaterial.publicKey else None
-        key_sha256 = check_signature(payload, signature, trusted_key, hint, marker)
-    return _parse_statement(payload, marker, hashlib.sha256(data).hexdigest(), key_sha256)
+    return open_bundle(data, marker, PAYLOAD_TYPE)
 
 
-def check_signature(
-    payload: bytes, signature: bytes, key: EllipticCurvePublicKey, hint: str | None, marker: str
-) -> str:
-    """Verify `signature` over `payload`; return the key's SHA-256. Raises VerificationError or UntrustedKeyError."""
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    fingerprint = hashlib.sha256(public_pem(key)).hexdigest()
-    try:
-        key.verify(signature, pae(payload), ec.ECDSA(hashes.SHA256()))
-    except InvalidSignature:
-        if hint and hint != fingerprint:
-            raise UntrustedKeyError(f"{marker}: signed by key {hint[:16]}, trusted is {fingerprint[:16]}") from None
-        raise VerificationError(f"{marker}: the signature does not match its content") from None
-    return fingerprint
+def parse_unsigned(data: bytes, *, allow_unsigned: bool) -> Manifest:
+    """Read the unsigned marker. Raises UnsignedError when that is not allowed, VerificationError."""
+    if not allow_unsigned:
+        raise UnsignedError(f"{MARKER_UNSIGNED}: the checkpoint is not signed, and only signed ones are accepted")
+    return parse_statement(data, MARKER_UNSIGNED, data)
 
 
-def _decode(data: bytes, kind: type[Any], marker: str) -> Any:
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise VerificationError(f"{marker}: {len(data)} bytes are over the limit of {MAX_MANIFEST_BYTES}")
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise VerificationError(f"{marker}: not a manifest: {error}") from None
+def check_signature(opened: Opened, key: EllipticCurvePublicKey, marker: str) -> str:
+    """Verify that `key` signed; its fingerprint. Raises VerificationError or UntrustedKeyError."""
+    trusted = fingerprint(key)
+    if not signature_matches(pae(opened.payload, PAYLOAD_TYPE), opened.signature, key):
+        if opened.hint and opened.hint != trusted:
+            raise UntrustedKeyError(f"{marker}: signed by key {opened.hint[:16]}, trusted is {trusted[:16]}")
+        raise VerificationError(f"{marker}: the signature does not match its content")
+    return trusted
 
 
-def _parse_statement(payload: bytes, marker: str, digest: str, key_sha256: str | None) -> Manifest:
-    statement: _Statement = _decode(payload, _Statement, marker)
+def parse_statement(payload: bytes, marker: str, data: bytes, *, key_sha256: str | None = None) -> Manifest:
+    """What the statement `payload` of the marker with content `data` says. Raises VerificationError."""
+    statement: _Statement = decode(payload, _Statement, marker)
     predicate = statement.predicate
     if statement.type_ != STATEMENT_TYPE or statement.predicateType != PREDICATE_TYPE or len(statement.subject) != 1:
         raise VerificationError(f"{marker}: not an OMS v1.0 statement")
@@ -304,6 +239,6 @@ def _parse_statement(payload: bytes, marker: str, digest: str, key_sha256: str |
         facts=predicate.keepstep,
         root_digest=root,
         signed=marker == MARKER_SIGNED,
-        digest=digest,
+        digest=hashlib.sha256(data).hexdigest(),
         key_sha256=key_sha256,
     )

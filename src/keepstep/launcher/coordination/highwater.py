@@ -16,6 +16,7 @@ from keepstep.launcher import messages as m
 
 MAX_ROOTS = 256
 MAX_REASON_CHARS = 2000
+MAX_DETAIL_CHARS = 64 << 10
 _ROOT_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
@@ -27,6 +28,11 @@ def raise_high_water(
     mark, root = message.mark, message.root_id
     if not _ROOT_ID.fullmatch(root) or not _DIGEST.fullmatch(mark.digest) or min(mark.step, mark.cycle) < 0:
         return [], f"high-water mark of {root[:200]!r}: not a root id with step, cycle and the SHA-256 of a manifest"
+    if len(mark.detail) > MAX_DETAIL_CHARS:
+        return (
+            [],
+            f"high-water mark of {root}: {len(mark.detail)} characters of detail, the limit is {MAX_DETAIL_CHARS}",
+        )
     before = held.get(root)
     if before == mark:
         return [], None

@@ -296,7 +296,9 @@ class JobState:
             self.last_committed = None
 
     def _apply_high_water(self, r: Record) -> None:
-        self.high_water[r["root_id"]] = m.HighWater(step=r["step"], cycle=r["cycle"], digest=r["digest"])
+        self.high_water[r["root_id"]] = m.HighWater(
+            step=r["step"], cycle=r["cycle"], digest=r["digest"], detail=r.get("detail", "")
+        )
 
     def _apply_node(self, r: Record) -> None:
         known = self.nodes.get(r["node"])

@@ -69,7 +69,10 @@ class RankRequests:
             case "mark_set":
                 root, rebase = str(request["root_id"]), str(request.get("rebase") or "")
                 mark = m.HighWater(
-                    step=int(request["step"]), cycle=int(request["cycle"]), digest=str(request["digest"])
+                    step=int(request["step"]),
+                    cycle=int(request["cycle"]),
+                    digest=str(request["digest"]),
+                    detail=str(request.get("detail") or ""),
                 )
                 result = await self._owner.send(
                     lambda i: m.MarkSet(id=i, cycle=cycle, root_id=root, mark=mark, rebase=rebase)

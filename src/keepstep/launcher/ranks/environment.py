@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from keepstep.checkpoint.trust.policy import TrustOptions, environment_of
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.messages import StartCycle
 from keepstep.records import frames
@@ -57,6 +60,7 @@ def cycle_environment(
     env[frames.ENV_RUN_DIR] = config.run_dir
     env[frames.ENV_AGENT_SOCKET] = str(agent_socket)
     env |= {name: value for name, value in NCCL_DEFAULTS.items() if _setter(name) is None}
+    env |= trust_environment(config)
     if config.fresh_start:
         env[frames.ENV_FRESH_START] = "1"
     if config.failure_prior is not None:
@@ -103,6 +107,13 @@ def cycle_environment(
     return env
 
 
+def trust_environment(config: RunConfig) -> dict[str, str]:
+    """Variables that tell a rank's Checkpointer whom to trust and how to sign. What the flags leave open, the user's own
+    variables may say.
+    """
+    return environment_of(msgspec.convert(config, TrustOptions, from_attributes=True))
+
+
 def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Name, value and who sets it ("keepstep", or the variable of this process) of everything ranks get besides torchrun's.
 
@@ -112,6 +123,8 @@ def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for name, value in {**NCCL_DEFAULTS, DUMP_FILE: prefix, DUMP_PIPE: prefix}.items():
         setter = _setter(name)
         yield (name, value, "keepstep") if setter is None else (setter, os.environ[setter], "this shell")
+    for name, value in trust_environment(config).items():
+        yield name, value, "keepstep"
     yield "TORCHELASTIC_ERROR_FILE", "a file for each rank in the node's folder", "keepstep"
 
 
