@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.dcp_support import load_dcp, same
 from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, run_ranks
 
+from keepstep.checkpoint.trust.keys import signing_key
 from keepstep.cli.ckpt_export import export_command
 from keepstep.records.errors import ConfigError, VerificationError
 from keepstep.trainer.channel import MemoryChannel
@@ -114,7 +115,7 @@ def test_tied_weights_are_written_once(root: Path, tmp_path: Path) -> None:
     assert torch.equal(read[alias[1]], model.embed.weight)
     whole = {"embed.weight": torch.zeros(50, 8), "head.weight": torch.zeros(50, 8)}
     dcp_out = tmp_path / "dcp"
-    export(root / next(root.glob("*-step-*")).name, dcp_out, "--to", "dcp")
+    export(root, dcp_out, "--to", "dcp")  # of the root's newest
     load_dcp(
         read_into := {"model": {**whole, "middle.weight": torch.zeros(8, 8), "middle.bias": torch.zeros(8)}}, dcp_out
     )
@@ -144,6 +145,9 @@ def test_damage_leaves_no_export(root: Path, tmp_path: Path, form: str) -> None:
 def test_a_foreign_key_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(root, {"w": torch.ones(3)})
     monkeypatch.setenv("KEEPSTEP_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="--trust-key"):
+        export(folder, tmp_path / "out", "--to", "dcp")
+    signing_key()
     with pytest.raises(VerificationError, match="key"):
         export(folder, tmp_path / "out", "--to", "dcp")
 

@@ -9,6 +9,8 @@ import math
 import os
 import pickle
 import random
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,11 @@ from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.format.pickles import parse_pickle
 from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, import_dcp
+from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, describe, import_dcp
 from keepstep.checkpoint.torch.dcpread import METADATA_NAMES, read_dcp
 from keepstep.checkpoint.torch.saved import ITEM_NAMES, read_record
-from keepstep.checkpoint.trust.keys import signing_key
-from keepstep.cli.ckpt_import import import_command
+from keepstep.checkpoint.trust.signers import local_signer
+from keepstep.cli.main import main
 from keepstep.records.errors import ConfigError, VerificationError
 from keepstep.trainer.channel import MemoryChannel
 
@@ -62,7 +64,7 @@ PLAIN = st.recursive(
 
 def run_import(source: Path, root: Path, **options: Any) -> Imported:
     """Import as step 7 of run "old"."""
-    return import_dcp(source, PosixRoot(root), FolderName(7, 0, 1, 0, "old"), signing_key(), ImportOptions(**options))
+    return import_dcp(source, PosixRoot(root), FolderName(7, 0, 1, 0, "old"), local_signer(), ImportOptions(**options))
 
 
 def restored(root: Path, names: list[str], world_size: int = 1) -> list[dict[str, Any]]:
@@ -142,7 +144,7 @@ def test_training_goes_on_from_an_import(tmp_path: Path, root: Path, capsys: pyt
         old.step()
     parts: dict[str, Any] = {"model": old.model, "optim": old.optim, "sched": old.sched}
     source = save_dcp({name: part.state_dict() for name, part in parts.items()}, tmp_path / "run-step-000004")
-    result = CliRunner().invoke(import_command, [str(source), str(root), "-o", "json"], catch_exceptions=False)
+    result = CliRunner().invoke(main, ["ckpt", "import", str(source), str(root), "-o", "json"], catch_exceptions=False)
     assert '"step": 4' in result.stdout
     torch.manual_seed(99)
     new = Training()
@@ -202,6 +204,25 @@ def _keep(rank: int, metadata: Any) -> None:
     metadata.state_dict_metadata["w"].chunks = chunks[:2] if rank == 0 else chunks[2:]
     for info in metadata.storage_data.values():
         info.relative_path = f"__{rank}_0.distcp"
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_a_chunk(tmp_path: Path, root: Path) -> None:
+    """320 MB in chunks of 20 MB, by a process of its own, whose memory is looked at."""
+    state = {f"w{number}": torch.randn(5_000_000) for number in range(16)}
+    source = save_dcp(state, tmp_path / "step-1")
+    script = (
+        "import resource, sys; from keepstep.cli.main import main\n"
+        "from keepstep.checkpoint.torch import dcpimport\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script, "ckpt", "import", str(source), str(root)]
+    done = subprocess.run(command, check=True, timeout=100, capture_output=True, text=True)
+    grown_kb, torch_loaded = done.stderr.split()[-2:]
+    assert int(grown_kb) < 150_000, done.stderr
+    assert torch_loaded == "False"
 
 
 # ---- what must never run
@@ -295,8 +316,8 @@ def test_chunks_that_do_not_cover_a_tensor(tmp_path: Path, root: Path) -> None:
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path, root: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.metadata"):
         run_import(tmp_path, root)
-    with pytest.raises(ConfigError, match="--step"):
-        CliRunner().invoke(import_command, [str(tmp_path), str(root)], catch_exceptions=False, standalone_mode=False)
+    result = CliRunner().invoke(main, ["ckpt", "import", str(tmp_path), str(root)])
+    assert result.exit_code == 2 and "--step" in result.stderr
 
 
 def test_what_cannot_be_kept_is_named(tmp_path: Path, root: Path) -> None:
@@ -355,6 +376,23 @@ def test_a_damaged_record_raises_only_what_is_promised(tmp_path_factory: pytest.
     path.write_bytes(content)
     with path.open("rb") as file, contextlib.suppress(VerificationError, ConfigError):
         read_record(file.fileno(), 0, len(content), "x")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_metadata_raises_only_what_is_promised(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    source = tmp_path_factory.getbasetemp() / "damaged-dcp"
+    if not source.exists():
+        save_dcp(
+            {"m": {"w": torch.randn(6, 4), "n": 1}, "l": [{"a": torch.ones(2)}]}, source, planner=ShardingPlanner(rows)
+        )
+        (source / ".metadata").rename(source / "whole")
+    content = bytearray((source / "whole").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (source / ".metadata").write_bytes(content)
+    with contextlib.suppress(VerificationError, ConfigError):
+        describe(read_dcp(source), ImportOptions())
 
 
 @given(st.data())

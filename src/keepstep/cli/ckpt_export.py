@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
+from keepstep.checkpoint.storage.source import StoreOptions
+from keepstep.cli.ckpt_common import ROOT_HELP, reader_policy, root_argument
+from keepstep.cli.ckpt_verify import split_target
 from keepstep.cli.output import emit, output_option
+from keepstep.cli.trust_flags import policy_options
 from keepstep.records.errors import ConfigError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -23,45 +28,41 @@ def _bytes(_context: click.Context, parameter: click.Parameter, text: str) -> in
     return size
 
 
-@click.command("export")
-@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.command("export", epilog=f"{ROOT_HELP} Without the name of a checkpoint behind it, its newest one is taken.")
+@root_argument
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--to", "form", type=click.Choice(["safetensors", "dcp"]), required=True, help="Form to write.")
 @click.option("--state", metavar="NAME", help="safetensors: only the tensors of this state, under their names in it.")
 @click.option("--shard-bytes", default="5GB", show_default=True, callback=_bytes, help="safetensors: size of a file.")
-@click.option("--trust-key", type=click.Path(path_type=Path, dir_okay=False), help="Public key (PEM) to check with.")
-@click.option("--unsigned", is_flag=True, help="Accept a checkpoint that is not signed.")
+@policy_options
 @output_option
 def export_command(
-    checkpoint: str,
+    root: str,
+    store: StoreOptions,
     out: Path,
     form: str,
     state: str | None,
     shard_bytes: int,
-    trust_key: Path | None,
-    unsigned: bool,
     output: str,
+    **flags: Any,
 ) -> None:
-    """Write the checkpoint folder CHECKPOINT (a path or URL) to the new folder OUT.
+    """Write a checkpoint (ROOT/CHECKPOINT, or the newest of ROOT) to the new folder OUT.
 
     dcp: what torch.distributed.checkpoint loads. safetensors: model-00001-of-0000N.safetensors and their index. The signature
     and every byte that is written are verified; OUT is removed again when anything differs, and is never written over.
 
     JSON is `keepstep.export/1`: checkpoint, to, out, files, tensors, size_bytes, seconds, notes.
     """
-    from keepstep.checkpoint.restore.contents import open_contents
-    from keepstep.checkpoint.restore.vote import verification_key
-    from keepstep.checkpoint.storage.source import open_root
+    from keepstep.checkpoint.restore.contents import choose, open_contents
     from keepstep.checkpoint.torch.export import export_dcp, export_safetensors
-    from keepstep.checkpoint.trust.keys import load_public_key
 
     if form == "dcp" and state is not None:
         raise ConfigError("--state goes with --to safetensors; a DCP checkpoint holds all states")
-    where, _, folder = checkpoint.rstrip("/").rpartition("/")
-    source = open_root(where or ("/" if checkpoint.startswith("/") else "."))
-    key = verification_key(unsigned) if trust_key is None else load_public_key(trust_key)
+    policy = reader_policy(flags, needed=True)
+    source, folder = split_target(root, store)
+    folder = folder or choose(source, policy)
     begin_s = time.monotonic()
-    contents = open_contents(source, folder, trusted_key=key, allow_unsigned=unsigned)
+    contents = open_contents(source, folder, policy)
     try:
         if form == "dcp":
             done = export_dcp(contents, out)
@@ -72,7 +73,7 @@ def export_command(
     seconds = time.monotonic() - begin_s
     record = {
         "schema": "keepstep.export/1",
-        "checkpoint": checkpoint,
+        "checkpoint": folder,
         "to": form,
         "out": str(out),
         "files": done.files,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.index import BLOB_NAME, Index, RankValues, parse_index, parse_rank_values
@@ -16,13 +15,11 @@ from keepstep.checkpoint.format.plan import Plan
 from keepstep.checkpoint.format.shard import Span
 from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.reader import Landing, VerifiedFile, land, read_all
-from keepstep.checkpoint.restore.verify import check_files, read_manifest
+from keepstep.checkpoint.restore.verify import check_files, check_marker
 from keepstep.checkpoint.storage.source import Source
 from keepstep.checkpoint.trust.manifest import Manifest
+from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.errors import ConfigError, VerificationError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 
 class Contents:
@@ -99,29 +96,21 @@ class Contents:
         return parse_rank_values(file.read(blob.begin, blob.end), name, data_bytes=file.opened.size_bytes)
 
 
-def open_contents(
-    source: Source, folder: str, *, trusted_key: EllipticCurvePublicKey | None, allow_unsigned: bool = False
-) -> Contents:
-    """Open checkpoint `folder`, its signature checked against `trusted_key`. Raises VerificationError or StorageError."""
-    return Contents(
-        source, folder, read_manifest(source, folder, trusted_key=trusted_key, allow_unsigned=allow_unsigned)
-    )
+def open_contents(source: Source, folder: str, policy: TrustPolicy) -> Contents:
+    """Open checkpoint `folder`, once `policy` accepts who signed it. Raises VerificationError or StorageError."""
+    found = source.marker(folder)
+    if found is None:
+        raise VerificationError(f"{folder}: no manifest, the checkpoint is not committed")
+    return Contents(source, folder, check_marker(folder, *found, policy=policy))
 
 
-def choose(
-    source: Source,
-    *,
-    step: int | None,
-    run_id: str | None,
-    trusted_key: EllipticCurvePublicKey | None,
-    allow_unsigned: bool = False,
-) -> str:
+def choose(source: Source, policy: TrustPolicy, *, step: int | None = None, run_id: str | None = None) -> str:
     """The newest committed checkpoint of the surviving lineage; with `step` the newest one of that step, abandoned or not.
 
     Raises ConfigError when there is none, saying what there is; StorageError.
     """
-    found = list_checkpoints(source, trusted_key=trusted_key, allow_unsigned=allow_unsigned, run_id=run_id)
-    usable = [entry for entry in found if entry.committed and not entry.quarantined]
+    found = list_checkpoints(source, policy=policy, run_id=run_id)
+    usable = [entry for entry in found if entry.committed and not entry.quarantined and not entry.tombstoned]
     if step is None:
         usable = [entry for entry in usable if entry.candidate]
     else:

@@ -30,6 +30,7 @@ from keepstep.checkpoint.torch.codes import DTYPES, numpy_code, tensor_code
 from keepstep.checkpoint.torch.nest import Keys, name_of, nest
 from keepstep.checkpoint.torch.state import Room, copy_piece
 from keepstep.checkpoint.trust.manifest import Manifest
+from keepstep.checkpoint.trust.signers import Signer
 from keepstep.records.errors import ConfigError, StorageError
 
 _ROUND_BYTES = 2 << 20
@@ -285,7 +286,7 @@ def commit_all(
     *,
     life: Life | None,
     parent: str | None,
-    key: Any,
+    signer: Signer | None,
     may_publish: Callable[[], None],
 ) -> Manifest:
     """Write the index and commit. `life`: where the process went on from; None when it restored nothing here."""
@@ -301,4 +302,4 @@ def commit_all(
         scope=name.run_id if life is None else life.scope,
         life_started_ns=0 if life is None else life.started_ns,
     )
-    return commit(root, folder, files, facts, key, may_publish=may_publish)
+    return commit(root, folder, files, facts, signer, may_publish=may_publish)

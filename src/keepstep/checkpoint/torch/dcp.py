@@ -38,12 +38,18 @@ from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.layout import FolderName, check_run_id, parse_folder_name
 from keepstep.checkpoint.restore.contents import Contents, choose, open_contents
-from keepstep.checkpoint.restore.vote import Life, verification_key
+from keepstep.checkpoint.restore.vote import Life
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
 from keepstep.checkpoint.torch.chunks import Image, commit_all, describe_items, put_rank_image
 from keepstep.checkpoint.torch.flat import Flat, as_tensor, flatten, read_boxes, read_value
-from keepstep.checkpoint.trust.keys import signing_key
+from keepstep.checkpoint.trust.policy import (
+    TrustOptions,
+    load_policy,
+    load_signer,
+    merge_options,
+    options_from_environment,
+)
 from keepstep.records import frames
 from keepstep.records.errors import ConfigError, VerificationError
 
@@ -83,12 +89,13 @@ class Writer(StorageWriter):
         *,
         step: int | None = None,
         run_id: str | None = None,
-        unsigned: bool = False,
+        trust: TrustOptions | None = None,
         store: StoreOptions | None = None,
         timeout_s: float = 3600.0,
         may_commit: Callable[[], None] | None = None,
     ) -> None:
-        """`run_id`: default KEEPSTEP_RUN_ID, TORCHELASTIC_RUN_ID or "local". `timeout_s` bounds the write of one rank.
+        """`run_id`: default KEEPSTEP_RUN_ID, TORCHELASTIC_RUN_ID or "local". `trust` goes before the environment: what signs,
+        or `TrustOptions(unsigned=True)`. `timeout_s` bounds the write of one rank.
 
         `may_commit` is called right before the marker is written and raises StorageError when it must not be. Raises
         ConfigError for a bad root or run id.
@@ -97,7 +104,7 @@ class Writer(StorageWriter):
         self._place = str(root)
         self._store = store
         self._step = step
-        self._unsigned = unsigned
+        self._trust = merge_options(trust or TrustOptions(), options_from_environment())
         self._timeout_s = timeout_s
         self._may_commit = may_commit
         env = os.environ
@@ -140,8 +147,8 @@ class Writer(StorageWriter):
         """See StorageWriter. Raises ConfigError for a save without collectives: nobody could commit for all ranks."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a checkpoint is committed once for all ranks; leave it at True")
-        if is_coordinator and not self._unsigned:
-            signing_key()  # a key that cannot be read fails the save before anything is written
+        if is_coordinator:
+            load_signer(self._trust)  # a key that cannot be read fails the save before anything is written
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """See StorageWriter."""
@@ -199,7 +206,7 @@ class Writer(StorageWriter):
             [[result.storage_data for result in of_rank] for of_rank in results],
             life=line.life,
             parent=line.parent,
-            key=None if self._unsigned else signing_key(),
+            signer=load_signer(self._trust),
             may_publish=self._may_commit or (lambda: None),
         )
         line.parent, self.checkpoint = manifest.digest, folder
@@ -230,16 +237,18 @@ class Reader(StorageReader):
         *,
         step: int | None = None,
         run_id: str | None = None,
-        unsigned: bool = False,
+        trust: TrustOptions | None = None,
         store: StoreOptions | None = None,
     ) -> None:
-        """`run_id`: only checkpoints of that run. `unsigned`: accept those that are not signed. Raises ConfigError."""
+        """`run_id`: only checkpoints of that run. `trust` goes before the environment: who is trusted, or
+        `TrustOptions(unsigned=True)` to accept what is not signed. Raises ConfigError.
+        """
         super().__init__()
         self.root = open_root(root, store)
         self._step = step
         self._named: int | None = None
         self._run_id = None if run_id is None else check_run_id(run_id)
-        self._unsigned = unsigned
+        self._trust = merge_options(trust or TrustOptions(), options_from_environment())
         self._contents: Contents | None = None
         self._flat: Flat | None = None
         self.checkpoint: str | None = None
@@ -272,9 +281,9 @@ class Reader(StorageReader):
         """
         self._close()
         step = self._step if self._step is not None else self._named
-        key = verification_key(self._unsigned)
-        folder = choose(self.root, step=step, run_id=self._run_id, trusted_key=key, allow_unsigned=self._unsigned)
-        contents = open_contents(self.root, folder, trusted_key=key, allow_unsigned=self._unsigned)
+        policy = load_policy(self._trust)
+        folder = choose(self.root, policy, step=step, run_id=self._run_id)
+        contents = open_contents(self.root, folder, policy)
         self._contents, self.checkpoint = contents, folder
         self._flat = flat = flatten(contents)
         return Metadata(

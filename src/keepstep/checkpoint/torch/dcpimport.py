@@ -31,6 +31,7 @@ from keepstep.checkpoint.torch.dcpread import (
 from keepstep.checkpoint.torch.nest import DigitKeys, nest
 from keepstep.checkpoint.torch.saved import SavedArray, SavedScalar, SavedSize, SavedTensor
 from keepstep.checkpoint.trust.manifest import Manifest
+from keepstep.checkpoint.trust.signers import Signer
 from keepstep.records.errors import ConfigError
 
 
@@ -85,8 +86,8 @@ class State(NamedTuple):
                 break
 
 
-def import_dcp(source: Path, root: Root, name: FolderName, key: Any, options: ImportOptions) -> Imported:
-    """Write the DCP checkpoint in folder `source` as checkpoint `name` under `root`, signed with `key` (None: unsigned).
+def import_dcp(source: Path, root: Root, name: FolderName, signer: Signer | None, options: ImportOptions) -> Imported:
+    """Write the DCP checkpoint in folder `source` as checkpoint `name` under `root`, signed by `signer` (None: unsigned).
 
     At most one saved chunk (or one tensor whose chunks are interleaved) is in memory at a time. Raises ConfigError for
     what cannot be kept, VerificationError for damage and for names that are not allowed, StorageError; then nothing is
@@ -114,7 +115,7 @@ def import_dcp(source: Path, root: Root, name: FolderName, key: Any, options: Im
         scope=name.run_id,
         life_started_ns=0,
     )
-    manifest = commit(root, folder, files, facts, key)
+    manifest = commit(root, folder, files, facts, signer)
     size = sum(meta.size_bytes for meta in state.tensors.values())
     return Imported(folder=folder, manifest=manifest, tensors=len(state.tensors), size_bytes=size, notes=tuple(notes))
 
