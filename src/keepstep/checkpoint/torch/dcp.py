@@ -55,6 +55,7 @@ from keepstep.records.errors import ConfigError, VerificationError
 
 _BATCH_BYTES = 512 << 20
 """A load holds about this much beside the state it fills."""
+_CACHED_PLAN = "the planner hands out the plan of an earlier save (enable_plan_caching); give one without plan caching"
 _LAST_NUMBER = re.compile(r"([0-9]{1,18})/?$")
 
 
@@ -66,7 +67,6 @@ class _Line(msgspec.Struct):
 
 
 _lines: dict[str, _Line] = {}
-_written: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
@@ -174,11 +174,9 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See StorageWriter: write this rank's image. Raises ConfigError naming what cannot be saved, StorageError."""
         place = plan.storage_data
-        if not isinstance(place, dict) or (self.root.where, place["folder"]) in _written:
-            raise ConfigError(
-                "the planner hands out the plan of an earlier save (enable_plan_caching); give one without plan caching"
-            )
-        _written.add((self.root.where, place["folder"]))
+        # The coordinator knows better; on another rank the file of the earlier save is in the way, and finish() looks too.
+        if not isinstance(place, dict) or (self._claimed is not None and place["folder"] != self._claimed[1]):
+            raise ConfigError(_CACHED_PLAN)
         items = describe_items(plan, planner)
         self._image = self._image or Image()
         fact = put_rank_image(
@@ -192,18 +190,27 @@ class Writer(StorageWriter):
             self._timeout_s,
         )
         results = [WriteResult(item.index, item.size_bytes, item.told()) for item in items]
-        results.append(WriteResult(MetadataIndex("rank/file"), fact.size_bytes, {"fact": msgspec.to_builtins(fact)}))
+        results.append(
+            WriteResult(
+                MetadataIndex("rank/file"),
+                fact.size_bytes,
+                {"folder": place["folder"], "fact": msgspec.to_builtins(fact)},
+            )
+        )
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See StorageWriter: index and marker, on the coordinator. Raises StorageError; then nothing is committed."""
         assert self._claimed is not None
         (name, folder), line = self._claimed, _line(self.root.where)
+        told = [[result.storage_data for result in of_rank] for of_rank in results]
+        if any(item.get("folder", folder) != folder for of_rank in told for item in of_rank):
+            raise ConfigError(_CACHED_PLAN)
         manifest = commit_all(
             self.root,
             folder,
             name,
-            [[result.storage_data for result in of_rank] for of_rank in results],
+            told,
             life=line.life,
             parent=line.parent,
             signer=load_signer(self._trust),
