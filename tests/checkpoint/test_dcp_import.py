@@ -279,6 +279,34 @@ def test_only_these_names_are_words_of_the_format() -> None:
     assert not {name for name in METADATA_NAMES | ITEM_NAMES if "eval" in name or "load" in name or "getattr" in name}
 
 
+def test_a_value_that_shares_itself_out_of_all_bounds_is_refused(tmp_path: Path, root: Path) -> None:
+    value: list[Any] = [0]
+    for _ in range(60):
+        value = [value, value]
+    source = save_dcp({"extra": (value,)}, tmp_path / "dcp")
+    with pytest.raises(VerificationError, match=r"'extra': values are nested"):
+        run_import(source, root)
+
+
+def test_a_tensor_that_claims_more_than_is_there_is_refused(tmp_path: Path, root: Path) -> None:
+    """Before memory is taken for it."""
+    source = save_dcp({"w": torch.ones(2)}, tmp_path / "dcp")
+
+    def claim(metadata: Any) -> None:
+        meta = metadata.state_dict_metadata["w"]
+        meta.size = meta.chunks[0].sizes = torch.Size([1 << 50])
+
+    edit_metadata(source, claim)
+    with pytest.raises(VerificationError, match="far more than its records hold"):
+        run_import(source, root)
+    record = io.BytesIO()
+    torch.save((torch.ones(1).expand(1 << 50),), record)
+    path = tmp_path / "record"
+    path.write_bytes(record.getvalue())
+    with path.open("rb") as file, pytest.raises(VerificationError, match="in 4 bytes"):
+        read_record(file.fileno(), 0, path.stat().st_size, "x")
+
+
 # ---- damage
 
 

@@ -27,7 +27,15 @@ from keepstep.checkpoint.format.pickles import Global, Record, parse_pickle
 from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.writer import storage_error
 from keepstep.checkpoint.torch.nest import Keys
-from keepstep.checkpoint.torch.saved import DTYPE_NAMES, DTYPES, SavedTensor, load_storage, read_record, row_major
+from keepstep.checkpoint.torch.saved import (
+    DTYPE_NAMES,
+    DTYPES,
+    SavedTensor,
+    load_storage,
+    most_bytes,
+    read_record,
+    row_major,
+)
 from keepstep.records.errors import ConfigError, VerificationError
 
 _DCP = "torch.distributed.checkpoint"
@@ -112,6 +120,8 @@ def read_dcp(folder: Path) -> DcpCheckpoint:
         _merge(folder, part, tensors, values, paths)
     for key, meta in tensors.items():
         problem = tiling_problem(meta.shape, [Box(chunk.offsets, chunk.sizes) for chunk in meta.chunks])
+        if problem is None and meta.size_bytes > most_bytes(sum(chunk.item.length for chunk in meta.chunks)):
+            problem = f"it claims {meta.size_bytes} bytes, far more than its records hold"
         if problem is not None:
             raise VerificationError(f"{folder.name}: tensor {key!r}: {problem}")
     return DcpCheckpoint(folder=folder, tensors=tensors, values=values, paths=paths)

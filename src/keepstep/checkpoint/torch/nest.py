@@ -97,4 +97,4 @@ def _parameters(groups: Any) -> dict[str, Any]:
 
 def _is_number(key: Any) -> bool:
     """True for a text that an int key would have become."""
-    return type(key) is str and key.lstrip("-").isdecimal() and str(int(key)) == key
+    return type(key) is str and len(key) < 100 and key.lstrip("-").isdecimal() and str(int(key)) == key

@@ -56,7 +56,8 @@ ITEM_NAMES = DTYPE_NAMES.union(
 
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _MAX_DEPTH = 64
-_MAX_NODES = 5_000_000
+_NODES_PER_BYTE = 16
+_NODES_AT_LEAST = 10_000
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 
@@ -200,7 +201,7 @@ def _read_zip(fd: int, begin: int, length: int, what: str) -> Any:
     tree, end = parse_pickle(memoryview(pickled), ITEM_NAMES, what)
     if end != len(pickled):
         raise VerificationError(f"{what}: {len(pickled) - end} bytes after the end of its pickle")
-    return _Values(storages, what).convert(tree)
+    return _Values(storages, len(pickled), what).convert(tree)
 
 
 def _member(fd: int, begin: int, length: int, info: zipfile.ZipInfo, what: str) -> Storage:
@@ -242,7 +243,7 @@ def _read_legacy(fd: int, begin: int, length: int, what: str) -> Any:
             raise VerificationError(f"{what}: storage {key!r} lies outside of the record")
         storages[key] = Storage(begin + at, size, None)
         at += size
-    return _Values(storages, what).convert(tree)
+    return _Values(storages, length, what).convert(tree)
 
 
 def _legacy_item_bytes(tree: Any) -> dict[str, int]:
@@ -270,9 +271,14 @@ def _legacy_item_bytes(tree: Any) -> dict[str, int]:
 
 
 class _Values:
-    """Turns parsed nodes into values. Shared parts are written out each time, so the number of nodes is bounded."""
+    """Turns parsed nodes into values.
 
-    def __init__(self, storages: dict[str, Storage], what: str) -> None:
+    Shared parts are written out each time, so the number of nodes is bounded by the size of the stream: a few hundred bytes
+    can share so often that nothing could hold them written out.
+    """
+
+    def __init__(self, storages: dict[str, Storage], stream_bytes: int, what: str) -> None:
+        self._max_nodes = _NODES_AT_LEAST + _NODES_PER_BYTE * stream_bytes
         self._storages = storages
         self._what = what
         self._nodes = 0
@@ -285,7 +291,7 @@ class _Values:
 
     def _value(self, node: Any, depth: int) -> Any:
         self._nodes += 1
-        if depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
+        if depth > _MAX_DEPTH or self._nodes > self._max_nodes:
             raise VerificationError(f"{self._what}: values are nested deeper than {_MAX_DEPTH} levels, or too many")
         kind = type(node)
         if kind is list:
@@ -351,6 +357,8 @@ class _Values:
         last = offset + sum((dim - 1) * step for dim, step in zip(shape, steps, strict=True))
         if math.prod(shape) and (last + 1) * ITEM_BYTES[dtype] > storage.size_bytes:
             raise ValueError(f"a tensor of {shape} reaches beyond its storage of {storage.size_bytes} bytes")
+        if math.prod(shape) * ITEM_BYTES[dtype] > most_bytes(storage.size_bytes):
+            raise ValueError(f"a tensor of {shape} in {storage.size_bytes} bytes")
         return SavedTensor(dtype, shape, steps, offset, storage)
 
     def _array(self, node: Record) -> SavedArray:
@@ -389,6 +397,11 @@ def _raw(node: Any) -> bytes:
 
 
 # ---- bytes of tensors
+
+
+def most_bytes(stored_bytes: int) -> int:
+    """Bytes that a tensor kept in `stored_bytes` may claim to have. An expanded one has more than are kept, but not without end."""
+    return (1 << 20) + 1000 * stored_bytes
 
 
 def load_storage(fd: int, storage: Storage, buffer: memoryview, what: str, *, check_crc: bool) -> None:
