@@ -133,7 +133,7 @@ class Job:
                 run="r",
                 life_started_ns=self.life_ns,
                 permit=permit,
-                left_behind=leaves_behind(at, found, self.mark),
+                left_behind=leaves_behind(entry, found, self.mark),
             )
             assert not is_dead(at, self.mark.turns)
             return name
@@ -289,15 +289,47 @@ def test_a_newest_checkpoint_that_is_not_trusted_is_not_passed_over(distrust: An
     assert (ruling.action, "signed by nobody who is trusted" in ruling.reason) == ("refuse", True)
 
 
-def test_another_valid_marker_in_the_same_folder_is_noticed() -> None:
+def with_digest(stored: Stored, digest: str) -> Listed:
+    assert stored.listed.manifest is not None
+    manifest = msgspec.structs.replace(stored.listed.manifest, digest=digest)
+    return msgspec.structs.replace(stored.listed, manifest=manifest)
+
+
+def test_another_valid_marker_in_the_same_folder_is_no_reason_to_go_back() -> None:
     job, stored = history()
-    manifest = stored[-1].listed.manifest
-    assert manifest is not None
-    stored[-1].listed = msgspec.structs.replace(
-        stored[-1].listed, manifest=msgspec.structs.replace(manifest, digest="0" * 64)
-    )
-    assert job.restore() is None
-    assert "has another marker than the one that was committed" in job.refused
+    found = [with_digest(stored[2], "0" * 64), stored[1].listed]
+    assert judge(found[0], found, job.mark, [], set()).action == "restore"
+    ruling = judge(found[1], found, job.mark, [], set())
+    assert ruling.action == "refuse" and "has another marker than the one that was committed" in ruling.reason
+
+
+def test_the_same_save_in_memory_is_as_new_as_the_mark() -> None:
+    job, stored = history()
+    in_memory = with_digest(stored[2], "1" * 64)  # its marker lists fingerprints of memory
+    found = [entry.listed for entry in stored]
+    assert judge(in_memory, found, job.mark, [], set()).action == "restore"
+    assert judge(in_memory, [], job.mark, [], set()).action == "restore"
+    older = with_digest(stored[1], "2" * 64)
+    assert judge(older, found[:2], job.mark, [], set()).action == "refuse"
+
+
+def test_copies_in_several_places() -> None:
+    """Damaged here and whole there, unfinished there, damaged in both."""
+    job, stored = history()
+    older, whole = stored[1].listed, stored[2].listed
+    damaged = msgspec.structs.replace(whole, manifest=None, error="bad")
+    unfinished = msgspec.structs.replace(whole, manifest=None, committed=False)
+    planted = msgspec.structs.replace(whole, quarantined=True)
+    buried = msgspec.structs.replace(whole, tombstoned=True)
+    for copies, action in (
+        ([damaged, whole], "refuse"),
+        ([unfinished, damaged], "restore"),
+        ([damaged, damaged], "restore"),
+        ([damaged, planted], "refuse"),
+        ([unfinished], "refuse"),
+        ([buried], "refuse"),
+    ):
+        assert judge(older, [*copies, older], job.mark, [], set()).action == action, copies
 
 
 def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> None:
@@ -310,6 +342,27 @@ def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> No
     # Even when the new life's checkpoint is damaged, what was rolled back from stays out.
     again.damage = "marker"
     assert job.restore() == stored[1].name
+
+
+def test_what_a_restore_left_behind_stays_out_although_the_mark_never_knew_it() -> None:
+    job, stored = history(2)
+    lost = job.commit(mark_lost=True)
+    lost.damage = "bytes"
+    assert job.restore() == stored[1].name
+    lost.damage = "none"  # the disk was repaired and the quarantine record deleted
+    job.quarantine.clear()
+    assert job.restore() == stored[1].name
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fresh_start_is_not_undone_by_damage(known: bool) -> None:
+    job, _ = history(3)
+    if not known:
+        job.mark = None
+    job.begin(0)
+    first = job.commit()
+    first.damage = "marker"
+    assert (job.restore(), job.refused) == (None, "")
 
 
 def test_a_permit_is_void_after_newer_progress_and_cannot_be_used_twice() -> None:

@@ -28,7 +28,8 @@ from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.targets import PosixFile
 from keepstep.checkpoint.storage.writer import FileFact
-from keepstep.checkpoint.trust.manifest import Facts
+from keepstep.checkpoint.trust.manifest import Facts, Manifest
+from keepstep.checkpoint.trust.signers import Signer
 from keepstep.records.errors import ChannelError, StorageError
 
 _KEYS_AT_ONCE = 500  # values of that many ranks fit into one frame of the side channel
@@ -48,7 +49,7 @@ class SaveJob(msgspec.Struct, kw_only=True):
     index: Index
     plan: str
     life: Life
-    key: Any
+    signer: Signer | None
     begun_ns: int
     """When staging began (CLOCK_MONOTONIC)."""
     blocked_ns: int = 0
@@ -89,15 +90,15 @@ class Saver:
         world_size: int,
         timeout_s: float,
         may_commit: Callable[[], None] = lambda: None,
-        on_commit: Callable[[str], None] = lambda _folder: None,
+        on_commit: Callable[[str, Manifest], None] = lambda _folder, _manifest: None,
         on_done: Callable[[Outcome, float], None] = lambda _outcome, _block_s: None,
         delay_s: float = 0.0,
     ) -> None:
         """`may_commit` is called right before the marker is written and raises StorageError when it must not be.
 
-        `on_commit` is called on rank 0 with the folder's name once it is committed, `on_done` on every rank at the end of a save
-        with the seconds for which it blocked training. `delay_s` holds back this rank's write, never
-        the staging, so that not all ranks of a large job write at once.
+        `on_commit` is called on rank 0 with folder and manifest once they are committed, `on_done` on every rank at the end of a
+        save with the seconds for which it blocked training. `delay_s` holds back this rank's write, never the staging, so that
+        not all ranks of a large job write at once.
         """
         self._channel = channel
         self._root = root
@@ -261,19 +262,20 @@ class Saver:
         self._channel.set(f"ckpt/{number}/folder", {"name": folder})
         own = self._store(job, folder, number)
         kept = job.memory is not None and self._keep_set(job, folder, number)
-        digest = None
+        manifest = None
         if job.durable:
             assert own is not None
-            digest = self._publish(job, folder, number, own)
+            manifest = self._publish(job, folder, number, own)
         elif not kept:
             raise StorageError("not all ranks could keep their image in memory")
+        digest = None if manifest is None else manifest.digest
         # The commit is durable; a channel that fails now changes nothing about that.
         with contextlib.suppress(ChannelError):
             self._channel.set(f"ckpt/{number}/result", {"digest": digest, "kept": kept})
-        if job.durable:
+        if manifest is not None:
             write_tier_note(self._root, folder, kept)
             self._root.note_latest(step)
-            self._on_commit(folder)
+            self._on_commit(folder, manifest)
         return Outcome(
             step=step,
             durable=job.durable,
@@ -307,7 +309,7 @@ class Saver:
             files = [fingerprint_fact(rank_file_name(rank, self._world_size), fact) for rank, fact in facts.items()]
             index = msgspec.json.encode(job.index)
             files.append(FileFact(name=INDEX_NAME, size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest()))
-            marker, data = memory_marker(folder, files, self._facts(job), facts[0].algorithm, job.key)
+            marker, data = memory_marker(folder, files, self._facts(job), facts[0].algorithm, job.signer)
             mark = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle}
             job.memory.keep_bytes("index", folder, INDEX_NAME, index, mark)
             job.memory.keep_bytes("marker", folder, marker, data, mark)
@@ -315,7 +317,7 @@ class Saver:
             return False
         return True
 
-    def _publish(self, job: SaveJob, folder: str, number: int, own: FileFact) -> str:
+    def _publish(self, job: SaveJob, folder: str, number: int, own: FileFact) -> Manifest:
         others = self._collect(number, "rank", range(1, self._world_size))
         files = [own]
         for rank, value in others.items():
@@ -331,7 +333,7 @@ class Saver:
         files.append(self._root.put_file(folder, INDEX_NAME, [msgspec.json.encode(job.index)]))
         if not self._channel.grant(folder, job.name.step):
             raise StorageError(f"{folder}: the launcher did not grant the commit (this cycle is over)")
-        return commit(self._root, folder, files, self._facts(job), job.key, may_publish=self._may_commit).digest
+        return commit(self._root, folder, files, self._facts(job), job.signer, may_publish=self._may_commit)
 
     def _collect(self, number: int, what: str, ranks: range) -> dict[int, dict[str, Any]]:
         """What `ranks` say of their part.

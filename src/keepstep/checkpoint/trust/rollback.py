@@ -131,7 +131,6 @@ def is_dead(position: Position, turns: Sequence[Turn]) -> bool:
 def marked_state(
     mark: Mark,
     *,
-    present: bool,
     committed: bool,
     digest: str | None,
     quarantined: bool = False,
@@ -139,12 +138,10 @@ def marked_state(
     distrusted: bool = False,
     abandoned: bool = False,
 ) -> MarkedState:
-    """What became of the checkpoint at the mark, from what is seen of its folder now.
+    """What became of the checkpoint at the mark, from what is seen of its folder now; without a folder it is absent.
 
     `digest` is that of its marker when it verifies, None when not. `rejected`: this restore found it damaged.
     """
-    if not present:
-        return "absent"
     if not committed:
         return "uncommitted"
     if digest is not None and digest != mark.at.digest:
@@ -184,7 +181,8 @@ def check_rollback(candidate: Position, mark: Mark | None, marked: MarkedState, 
         return Ruling(action="restore")
     if is_dead(candidate, mark.turns):
         return Ruling(action="skip", reason="a later life of the job went back before it")
-    if is_newer(candidate, mark.at) or marked in ("damaged", "abandoned"):
+    # As new as the mark is the same save in another place: a set in memory has a marker of its own.
+    if not is_newer(mark.at, candidate) or marked in ("damaged", "abandoned"):
         return Ruling(action="restore")
     if marked == "intact" and candidate.run != mark.at.run and candidate.step >= mark.at.step:
         return Ruling(action="restore")  # nothing is lost: another run under the same root is further
@@ -241,8 +239,9 @@ def after_refusal(mark: Mark, checkpoint: str) -> Mark:
 def after_restore(
     mark: Mark | None, at: Position, *, run: str, life_started_ns: int, permit: Permit | None, left_behind: bool
 ) -> Mark:
-    """The mark after all ranks restored `at`, in the life of `run` that begins at `life_started_ns`.
+    """The mark after all ranks restored `at` from a place that lasts, in the life of `run` that begins at `life_started_ns`.
 
+    A restore from memory leaves the mark alone: what memory holds may be gone the next time.
     `permit` allowed it and is used up. `left_behind`: the listing holds something committed beyond `at`.
     """
     turns, used = (mark.turns, mark.used) if mark is not None else ((), ())

@@ -29,6 +29,9 @@ COALESCE_S = 0.05
 """How long news are gathered: the ranks of a node keep their images at about the same time."""
 NOTE_IMAGES = 256
 """Of one note: 256 times the longest facts and names stay below a message's size."""
+UNTOLD_S = 5.0
+"""How long a question waits for nodes that have not told a new coordinator what they hold."""
+ASK_AGAIN_S = 0.1
 FETCHES = 4
 """Images that are fetched at once."""
 COPY_NICE = 10
@@ -158,11 +161,21 @@ class MemoryTier:
     async def _ask_kept(self, checkpoint: str, after: str) -> dict[str, Any]:
         # What ranks of this node kept before they ask is told before the question.
         await self._quiet.wait()
-        result = await self._owner.send(lambda i: m.GetKept(id=i, checkpoint=checkpoint, after=after))
+        result = await self._ask(lambda i: m.GetKept(id=i, checkpoint=checkpoint, after=after))
         here = {image.file for image in self.images.images() if image.checkpoint == checkpoint}
         for file in result.get("files", ()):
             file["tier"] = "shm" if file["file"] in here else "peer"
-        return dict(result)
+        return result
+
+    async def _ask(self, make: Callable[[int], m.AgentMessage]) -> dict[str, Any]:
+        """Ask again while a coordinator that has just started does not know everything; not for ever."""
+        result: dict[str, Any] = await self._owner.send(make)
+        # Counted from the first answer: the question may have waited long for a coordinator to be there at all.
+        limit = asyncio.get_running_loop().time() + UNTOLD_S
+        while result.pop("untold", 0) and asyncio.get_running_loop().time() < limit:
+            await asyncio.sleep(ASK_AGAIN_S)
+            result = await self._owner.send(make)
+        return result
 
     async def fetch(self, checkpoint: str, file: str) -> tuple[dict[str, Any], int]:
         """An image from this node's memory, or from another's, which is then held here too.
@@ -190,7 +203,7 @@ class MemoryTier:
     async def _fetch(self, key: Key) -> None:
         if not self._several:
             return
-        found = await self._owner.send(lambda i: m.Locate(id=i, checkpoint=key[0], file=key[1]))
+        found = await self._ask(lambda i: m.Locate(id=i, checkpoint=key[0], file=key[1]))
         if not found["holders"]:
             return
         image = checked_image(*key, found["size_bytes"], found["facts"], copy=True)
