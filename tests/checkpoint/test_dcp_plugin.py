@@ -268,10 +268,10 @@ def test_names_that_do_not_fit(root: Path) -> None:
 def test_part_of_a_state(root: Path) -> None:
     """Only what is asked for is read: the rest may even be damaged."""
     writer = Writer(root)
-    state = {"a": torch.arange(8.0), "b": torch.randn(9 << 20)}
+    state = {"a": torch.arange(8.0), "b": torch.randn(5 << 20)}
     save_with(writer, state)
     assert writer.checkpoint is not None
-    flip_bit(root / writer.checkpoint / "rank-00000-of-00001.safetensors", 33 << 20)
+    flip_bit(root / writer.checkpoint / "rank-00000-of-00001.safetensors", 18 << 20)
     other = {"a": torch.zeros(8)}
     load_dcp(other, storage_reader=Reader(root), planner=DefaultLoadPlanner(allow_partial_load=True))
     same(state["a"], other["a"])
@@ -284,7 +284,7 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.checkpoint.api import CheckpointException
 from keepstep.checkpoint.torch import Reader, Writer
 
@@ -297,7 +297,9 @@ mesh = init_device_mesh("cpu", (2,))
 full, bias = torch.arange(35.0).reshape(7, 5), torch.arange(3.0)
 
 def state(value, bias_value, placement):
-    return {"w": distribute_tensor(value, mesh, [placement]), "b": bias_value, "n": rank * 0 + 4, f"own{rank}": rank}
+    local = value.chunk(2, dim=placement.dim)[rank]
+    sharded = DTensor.from_local(local, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
+    return {"w": sharded, "b": bias_value, "n": rank * 0 + 4, f"own{rank}": rank}
 
 saved = state(full, bias, Shard(0))
 writer = Writer(root)
@@ -305,7 +307,7 @@ dcp.save(saved, storage_writer=writer, checkpoint_id="step-1")
 loaded = state(torch.zeros(7, 5), torch.zeros(3), Shard(1))  # another layout: boxes of boxes
 loaded["n"] = loaded[f"own{rank}"] = -1
 dcp.load(loaded, storage_reader=Reader(root))
-assert torch.equal(loaded["w"].full_tensor(), full) and torch.equal(loaded["b"], bias), loaded
+assert torch.equal(loaded["w"].to_local(), full.chunk(2, dim=1)[rank]) and torch.equal(loaded["b"], bias), loaded
 assert loaded["n"] == 4 and loaded[f"own{rank}"] == rank
 
 class Bad: pass

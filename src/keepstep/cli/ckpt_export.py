@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
+from keepstep.checkpoint.restore.contents import Contents, choose, open_contents
 from keepstep.checkpoint.storage.source import StoreOptions
 from keepstep.cli.ckpt_common import ROOT_HELP, reader_policy, root_argument
 from keepstep.cli.ckpt_verify import split_target
@@ -53,23 +55,14 @@ def export_command(
 
     JSON is `keepstep.export/1`: checkpoint, to, out, files, tensors, size_bytes, seconds, notes.
     """
-    from keepstep.checkpoint.restore.contents import choose, open_contents
-    from keepstep.checkpoint.torch.export import export_dcp, export_safetensors
-
     if form == "dcp" and state is not None:
         raise ConfigError("--state goes with --to safetensors; a DCP checkpoint holds all states")
     policy = reader_policy(flags, needed=True)
-    source, folder = split_target(root, store)
-    folder = folder or choose(source, policy)
+    source, named = split_target(root, store)
+    folder = named or choose(source, policy)
     begin_s = time.monotonic()
-    contents = open_contents(source, folder, policy)
-    try:
-        if form == "dcp":
-            done = export_dcp(contents, out)
-        else:
-            done = export_safetensors(contents, out, state=state, shard_bytes=shard_bytes)
-    finally:
-        contents.close()
+    with closing(open_contents(source, folder, policy)) as contents:
+        done = _write(contents, out, form, state, shard_bytes)
     seconds = time.monotonic() - begin_s
     record = {
         "schema": "keepstep.export/1",
@@ -93,3 +86,14 @@ def export_command(
         table=lambda console, _wide: console.print("\n".join(lines), markup=False, soft_wrap=True),
         name=lambda _record: str(out),
     )
+
+
+def _write(contents: Contents, out: Path, form: str, state: str | None, shard_bytes: int) -> Any:
+    """What was exported, an export.Exported. Raises ConfigError without torch, and what the export raises."""
+    try:
+        from keepstep.checkpoint.torch.export import export_dcp, export_safetensors
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"export needs {error.name}: run it with the Python that trains") from error
+    if form == "dcp":
+        return export_dcp(contents, out)
+    return export_safetensors(contents, out, state=state, shard_bytes=shard_bytes)
