@@ -19,12 +19,12 @@ from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
-from keepstep.checkpoint.save.memoryset import MemorySet
 from keepstep.checkpoint.save.saver import Outcome, SaveJob, Saver, folder_path
-from keepstep.checkpoint.save.slots import Slot, Slots
+from keepstep.checkpoint.save.slots import Slots
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
 from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
@@ -43,7 +43,7 @@ from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
 from keepstep.trainer.keeper import Keeper
-from keepstep.trainer.staging import Stager
+from keepstep.trainer.staging import Stager, Staging
 
 SAVE_FACTOR = 1.5
 """A save is expected to take at most this times the median of the measured ones."""
@@ -159,6 +159,7 @@ class Checkpointer:
         timeout_s: float = 600.0,
         max_failures: int = 3,
         writer: Literal["process", "thread"] = "process",
+        staging_bytes: int | None = None,
         memory: bool | None = None,
         store: StoreOptions | None = None,
         run: RunLike | None = None,
@@ -174,7 +175,8 @@ class Checkpointer:
         (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
         checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
         save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
-        written from. Raises ConfigError for a bad argument.
+        written from. `staging_bytes`: memory a rank may take for staging buffers, beside what the host and its cgroup leave; an
+        image that does not fit is written block by block while training waits. Raises ConfigError for a bad argument.
         """
         if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
             every_steps, every_seconds = _steps_of(text), None
@@ -227,9 +229,11 @@ class Checkpointer:
         run.propose_save, run.propose_keep = self._propose, self._propose_keep
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
         self._memory = _memory_wanted(memory, run.channel)
-        self._slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
-        self._sets = {slot.name: MemorySet(self._channel, slot.name) for slot in self._slots.all}
-        self._stager = Stager(self._slots, wanted, run.rank, run.world_size)
+        slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
+        self._stager = Stager(slots, wanted, run.rank, run.world_size)
+        self._staging = Staging(
+            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
+        )
         self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
         self._saver = Saver(
             self._channel,
@@ -432,19 +436,20 @@ class Checkpointer:
         else:
             job.blocked_ns = time.monotonic_ns() - job.begun_ns
             self._saver.begin(job)
+            if job.written is not None:
+                job.written.wait()
+                job.blocked_ns = time.monotonic_ns() - job.begun_ns
 
     def _stage(self, step: int, begun_ns: int, metrics: Mapping[str, float] | None, *, durable: bool) -> SaveJob:
         assert self._life is not None
-        slot = self._slots.free()
-        assert slot is not None, "one save in flight"
-        memory = self._sets[slot.name] if self._memory else None
-        if memory is not None:
-            self._forget(slot, memory)
-        staged = self._stager.stage(self.state, slot)
+        may_stream = durable and isinstance(self._root, PosixRoot)
+        staged = self._staging.stage(self.state, self._root.where, may_stream=may_stream)
         run = self._run
         return SaveJob(
             name=FolderName(step, run.cycle, run.attempt, 0, run.run_id),
-            slot=slot,
+            slot=staged.slot,
+            stream=staged.stream,
+            written=None if staged.stream is None else threading.Event(),
             file_bytes=staged.file_bytes,
             index=staged.index,
             plan=staged.plan,
@@ -452,13 +457,9 @@ class Checkpointer:
             signer=self._signer,
             begun_ns=begun_ns,
             durable=durable,
-            memory=memory,
+            memory=self._staging.memory_of(staged),
             metrics=plain_metrics(metrics),
         )
-
-    def _forget(self, slot: Slot, memory: MemorySet) -> None:
-        memory.forget()
-        slot.kept = None
 
     @property
     def last_committed_step(self) -> int | None:
@@ -482,7 +483,7 @@ class Checkpointer:
             if self._keeper is not None:
                 self._keeper.wait(PRUNE_TIMEOUT_S)
         self._writer.close()
-        self._slots.close()
+        self._staging.slots.close()
 
     # ---- for the run object
 

@@ -373,8 +373,8 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.files(life.checkpoint) is None:
-            return None, {"ok": False, "absent": True, "reason": "no such folder"}
+        if source.marker(life.checkpoint) is None:
+            return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
         return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}

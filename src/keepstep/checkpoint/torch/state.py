@@ -263,6 +263,27 @@ def stage(captured: Captured, table: TensorTable, layout: ImageLayout, blob: byt
         torch.accelerator.synchronize(device)
 
 
+def fill_window(
+    captured: Captured, table: TensorTable, layout: ImageLayout, blob: bytes, window: Room, begin: int, end: int
+) -> None:
+    """Copy bytes [begin, end) of the image's body to the start of `window`: a part of what `stage` copies."""
+    memory, devices = window.memory, set()
+    for at, data in ((0, layout.header), (layout.blob_begin, blob)):
+        low, high = max(begin, at), min(end, at + len(data))
+        if low < high:
+            memory[low - begin : high - begin] = data[low - at : high - at]
+    for key, piece in table.pieces.items():
+        at = layout.offsets[key]
+        low, high = max(begin, at), min(end, at + piece.end - piece.begin)
+        if low < high:
+            part = Piece(piece.name, piece.key, piece.box, piece.begin + low - at, piece.begin + high - at)
+            device = copy_piece(captured.sources[piece.name], part, window, low - begin)
+            if device is not None:
+                devices.add(device)
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
 def copy_piece(source: Any, piece: Piece, room: Room, at: int) -> torch.device | None:
     """Copy bytes [piece.begin, piece.end) of this rank's part of `source` to `at`; the device when the copy may still run."""
     size = piece.end - piece.begin
