@@ -6,7 +6,7 @@ The signature is checked first, then every byte before it is used; nothing is lo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.index import BLOB_NAME, Index, RankValues, parse_index, parse_rank_values
@@ -14,7 +14,7 @@ from keepstep.checkpoint.format.layout import INDEX_NAME, rank_file_name
 from keepstep.checkpoint.format.plan import Plan
 from keepstep.checkpoint.format.shard import Span
 from keepstep.checkpoint.restore.lineage import list_checkpoints
-from keepstep.checkpoint.restore.reader import Landing, VerifiedFile, land, read_all
+from keepstep.checkpoint.restore.reader import Landing, VerifiedFile, allocate, land, read_all
 from keepstep.checkpoint.restore.verify import check_files, check_marker
 from keepstep.checkpoint.storage.source import Source
 from keepstep.checkpoint.trust.manifest import Manifest
@@ -77,12 +77,15 @@ class Contents:
             self._spans[name] = self._file(name).header()
         return self._spans[name]
 
-    def read(self, wanted: Mapping[str, Box], *, threads: int = 2) -> Landing:
-        """Verified bytes of the boxes `wanted` of tensors. Only blocks that hold some of them are read.
+    def read(
+        self, wanted: Mapping[str, Box], *, threads: int = 2, room_for: Callable[[int], memoryview] = allocate
+    ) -> Landing:
+        """Verified bytes of the boxes `wanted` of tensors, in the memory that `room_for(n)` gives for n bytes.
 
-        Parts that are left in `Landing.strided` have yet to be put in place. Raises VerificationError or StorageError.
+        Only blocks that hold some of them are read. Parts that are left in `Landing.strided` have yet to be put in place.
+        Raises VerificationError or StorageError.
         """
-        landing, takes = land(self.plan, wanted, self._header, lambda rank: self.names[rank])
+        landing, takes = land(self.plan, wanted, self._header, lambda rank: self.names[rank], room_for=room_for)
         jobs = [(self._file(self.names[rank]), of_rank) for rank, of_rank in sorted(takes.items())]
         read_all(jobs, threads=threads)
         return landing

@@ -38,6 +38,7 @@ from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.layout import FolderName, check_run_id, parse_folder_name
 from keepstep.checkpoint.restore.contents import Contents, choose, open_contents
+from keepstep.checkpoint.restore.reader import allocate
 from keepstep.checkpoint.restore.vote import Life
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
@@ -53,8 +54,8 @@ from keepstep.checkpoint.trust.policy import (
 from keepstep.records import frames
 from keepstep.records.errors import ConfigError, VerificationError
 
-_BATCH_BYTES = 512 << 20
-"""A load holds about this much beside the state it fills."""
+_BATCH_BYTES = 64 << 20
+"""A load holds about this much beside the state it fills, or one tensor."""
 _CACHED_PLAN = "the planner hands out the plan of an earlier save (enable_plan_caching); give one without plan caching"
 _LAST_NUMBER = re.compile(r"([0-9]{1,18})/?$")
 
@@ -328,8 +329,9 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _in_memory(read_value(contents, flat, item.storage_index.fqn)))
             else:
                 tensors.append(item)
+        room = _Room()
         for batch in _batches(tensors, contents, flat):
-            buffers = read_boxes(contents, {name: box for name, (box, _) in batch.items()})
+            buffers = read_boxes(contents, {name: box for name, (box, _) in batch.items()}, room)
             for name, (box, item) in batch.items():
                 _fill(item, planner, as_tensor(buffers[name], contents.index.tensors[name].dtype, box.sizes))
         self._note(contents)
@@ -369,6 +371,18 @@ def _in_memory(value: Any) -> io.BytesIO:
     torch.save(value, stream)
     stream.seek(0)
     return stream
+
+
+class _Room:
+    """Memory for one batch after the other: fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._held = memoryview(b"")
+
+    def __call__(self, size_bytes: int) -> memoryview:
+        if len(self._held) < size_bytes:
+            self._held = allocate(size_bytes)
+        return self._held[:size_bytes]
 
 
 def _batches(items: list[ReadItem], contents: Contents, flat: Flat) -> Iterator[dict[str, tuple[Box, ReadItem]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ from keepstep.checkpoint.format.boxes import Box, whole
 from keepstep.checkpoint.format.layout import INDEX_NAME
 from keepstep.checkpoint.format.values import TAG, decode
 from keepstep.checkpoint.restore.contents import Contents
+from keepstep.checkpoint.restore.reader import allocate
 from keepstep.checkpoint.torch.codes import DTYPES, NUMPY_TYPES
 from keepstep.checkpoint.torch.load import copy_strided
 from keepstep.records.errors import ConfigError, VerificationError
@@ -71,9 +72,11 @@ def flatten(contents: Contents) -> Flat:
     return Flat(tensors=tensors, leaves=leaves, paths=paths, names=names)
 
 
-def read_boxes(contents: Contents, wanted: Mapping[str, Box]) -> dict[str, memoryview]:
-    """Row-major bytes of boxes of tensors, verified. Raises VerificationError or StorageError."""
-    landing = contents.read(wanted)
+def read_boxes(
+    contents: Contents, wanted: Mapping[str, Box], room_for: Callable[[int], memoryview] = allocate
+) -> dict[str, memoryview]:
+    """Row-major bytes of boxes of tensors, verified, in what `room_for(n)` gives. Raises VerificationError or StorageError."""
+    landing = contents.read(wanted, room_for=room_for)
     for item in landing.strided:
         copy_strided(item)
     return landing.buffers
