@@ -243,7 +243,8 @@ def land(
     """Memory for `wanted`, the boxes of tensors, and what to take from which rank's file to fill it.
 
     The boxes lie in the order in which a file has them, so that the same layout is read in long runs. `spans_of` gives the
-    verified header of a rank's file, `room_for(n)` n bytes of memory. Raises VerificationError when a header is not what the index says, or bytes are missing.
+    verified header of a rank's file, `room_for(n)` n bytes of memory. Raises VerificationError when a header is not what the
+    index says, or bytes are missing.
     """
     order = sorted(wanted, key=lambda name: (-ITEM_BYTES[plan.tensors[name].dtype], name))
     sizes = {name: wanted[name].elements * ITEM_BYTES[plan.tensors[name].dtype] for name in order}

@@ -163,6 +163,8 @@ def plain_values(state: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
         plain[name] = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         if callable(named_buffers := getattr(value, "named_buffers", None)):
             owned.update(join(name, key) for key, _ in named_buffers(remove_duplicate=False))
+        if callable(buffer_paths := getattr(value, "buffer_paths", None)):
+            owned.update(join(join(name, part), key) for part, key in buffer_paths())
     return plain, frozenset(owned)
 
 
