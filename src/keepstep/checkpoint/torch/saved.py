@@ -119,7 +119,7 @@ class RangeFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise OSError(22, "seek before the begin")
+            raise ValueError("a place before the begin")
         self._at = base + offset
         return self._at
 
