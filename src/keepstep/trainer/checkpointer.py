@@ -526,6 +526,12 @@ class Checkpointer:
             return None
         return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
 
+    def damage_images(self) -> None:
+        """Flip a bit in every image of this rank that is kept in memory (for the injection of that name)."""
+        for slot in self._staging.slots.all:
+            if slot.kept is not None and slot.memory is not None:
+                slot.memory[len(slot) // 3] ^= 0x10
+
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first, or on an object store."""
         return None if self._saver.newest is None else folder_path(self._root, self._saver.newest)

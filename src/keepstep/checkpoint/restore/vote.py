@@ -309,7 +309,7 @@ def _reject(
             _quarantine(task, refused)
     fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
     with contextlib.suppress(ChannelError):
-        task.channel.report("quarantined", fields)
+        task.channel.report("quarantined" if source is not task.memory else "image_refused", fields)
 
 
 def _quarantine(task: Restore, refused: _Rejected) -> None:

@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.torch.modelstate import ModelState
+    from keepstep.checkpoint.torch.dcp import Reader as Reader
+    from keepstep.checkpoint.torch.dcp import Writer as Writer
+    from keepstep.checkpoint.torch.modelstate import ModelState as ModelState
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "Reader", "Writer"]
 
-_WHERE = {"ModelState": "modelstate"}
+_WHERE = {"ModelState": "modelstate", "Reader": "dcp", "Writer": "dcp"}
 
 
 def __getattr__(name: str) -> Any:

@@ -143,7 +143,7 @@ class _Collector:
         if self._meshes is None:
             raise ConfigError(f"state {path!r}: a sharded tensor belongs to all ranks; take it out of per_rank")
         place = self._meshes.place(value.device_mesh)
-        texts, shape = sharded.placement_texts(value, path), tuple(value.shape)
+        texts, shape = sharded.placement_texts(value, self._meshes.found[place], path), tuple(value.shape)
         known = self._known.get(name)
         if known is None or (known.dtype, known.shape, known.mesh, known.placements) != (code, shape, place, texts):
             sharded.check_local(value, self._meshes.found[place], texts, self._rank, path)
