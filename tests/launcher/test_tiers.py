@@ -194,3 +194,24 @@ def test_the_coordinator_is_killed_while_images_are_kept(
     assert launch.cycles[1].restored_from == "shm"
     assert (launch.cycles[1].restored_step or 0) >= 16
     assert last_line(launch) == reference("plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("durable", [True, False])
+def test_asked_to_stop_while_a_save_or_an_image_is_in_flight(durable: bool, tmp_path: Path) -> None:
+    """What is in flight is brought to its end, and the last step is committed within the notice; another run goes on from it."""
+    (tmp_path / "gate").touch()
+    env = {"NO_WAIT": "1", "SLOW_SAVE": "0.4", "STEP_S": "0.05", "EVERY": "40", "MEMORY_EVERY": "25", "TOTAL": "200"}
+    launch = start(tmp_path, "--preempt-notice", "20", **env)
+    launch.wait_line(f"stores {80 if durable else 75} durable {durable}")
+    launch.signal(signal.SIGTERM)
+    assert launch.finish() == 143
+    step = int(last_line(launch).split()[1])
+    assert step < 200
+    assert (launch.verdict["cause"], launch.verdict["last_committed_step"]) == ("preempted", step)
+    steps = [m.attrs["step"] for m in launch.marks if m.kind == "committed"]
+    assert steps[-1] == step
+    assert not durable or 80 in steps
+    again = start(tmp_path, "--memory-tier", "off", TOTAL=str(step + 5), STEP_S="0")
+    assert again.finish() == 0
+    assert restored(again, 1) == {(0, step), (1, step)}

@@ -1,10 +1,10 @@
 """A training script for tests of the tiers: `ks.Checkpointer` over replicated or fully sharded state, told what to do by variables.
 
-EVERY and MEMORY_EVERY: steps between saves and between images in memory. WRAP: "plain" (gradients averaged by hand) or "fsdp".
-HOLD: before this step the ranks of cycle 0 wait for the file `GATE.0`, those of a later cycle for `GATE.CYCLE`; before the last
-step all wait for `GATE`. DIE_STAGING: "STEP:CYCLES", rank 1 kills itself in the middle of staging that step's image, in so many
-cycles. With NO_WAIT training goes on while images are kept and written, so that some of them may be left out. Each rank writes a ledger of the samples it used; all say digests of the whole state, which is the same
-on every rank.
+EVERY and MEMORY_EVERY: steps between saves and between images in memory; each is waited for, unless NO_WAIT is set: then some
+are left out. SLOW_SAVE: seconds that each takes longer. WRAP: "plain" (gradients averaged by hand) or "fsdp". HOLD: before this
+step the ranks of each cycle wait for the file `GATE.CYCLE`; before the last step all wait for `GATE`. DIE_STAGING:
+"STEP:CYCLES", rank 1 kills itself in the middle of staging that step's image, in so many cycles. Each rank writes a ledger of
+the samples it used; all say digests of the whole state, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ def die_while_staging(at, cycles):
 
 if env.get("DIE_STAGING"):
     die_while_staging(*map(int, env["DIE_STAGING"].split(":")))
+
+if slow_s := float(env.get("SLOW_SAVE", "0")):
+    from keepstep.checkpoint.save.saver import Saver
+    store = Saver._store
+    def slow(self, job, folder, number):
+        print(f"cycle {cycle} stores {job.name.step} durable {job.durable}", flush=True)
+        time.sleep(slow_s)
+        return store(self, job, folder, number)
+    Saver._store = slow
 
 def digest():
     parts = hashlib.sha256()

@@ -524,7 +524,7 @@ class Checkpointer:
         median_s = self._saver.median_s()
         if median_s is None:
             return None
-        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
+        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR)
 
     def damage_images(self) -> None:
         """Flip a bit in every image of this rank that is kept in memory (for the injection of that name)."""

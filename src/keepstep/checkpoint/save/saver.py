@@ -119,6 +119,9 @@ class Saver:
         self._on_done = on_done
         self._delay_s = delay_s
         self._took_s: deque[float] = deque(maxlen=20)
+        self._kept_s: deque[float] = deque(maxlen=20)
+        self._durable = True
+        """Whether the save in flight is."""
         self._begun_ns = 0
         self.parent: str | None = None
         self.newest: str | None = None
@@ -136,7 +139,7 @@ class Saver:
         """Start the save; the one before must have been waited for."""
         assert self._thread is None, "one save in flight"
         self._number += 1
-        self._begun_ns = job.begun_ns
+        self._begun_ns, self._durable = job.begun_ns, job.durable
         if job.slot is not None:
             job.slot.busy, job.slot.kept = True, None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
@@ -160,10 +163,12 @@ class Saver:
         """True while a save is being carried out."""
         return self._thread is not None and self._thread.is_alive()
 
-    def in_flight_s(self, expected_s: float) -> float:
-        """Seconds until the save in flight is over when it takes `expected_s` in all; 0 when there is none."""
-        if not self.in_flight():
+    def in_flight_s(self, factor: float) -> float:
+        """Seconds until the save in flight is over when it takes `factor` times the median of its kind; 0 when there is none."""
+        took = list(self._took_s if self._durable or not self._kept_s else self._kept_s)
+        if not self.in_flight() or not took:
             return 0.0
+        expected_s = factor * statistics.median(took)
         return max(0.0, expected_s - (time.monotonic_ns() - self._begun_ns) / 1e9)
 
     def wait(self) -> Outcome | None:
@@ -189,8 +194,10 @@ class Saver:
             self._tell_failure(number, text)
             where = "" if self._rank == 0 else f"rank {self._rank}: "  # rank 0's error names the rank that failed
             outcome = Outcome(step=job.name.step, durable=job.durable, error=f"{where}{text}")
+        if outcome.checkpoint is not None:
+            took = self._took_s if job.durable else self._kept_s
+            took.append((time.monotonic_ns() - job.begun_ns) / 1e9)
         if outcome.checkpoint is not None and job.durable:
-            self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
         if job.slot is not None:
             job.slot.busy, job.slot.kept = False, outcome.step if outcome.kept else None

@@ -100,11 +100,11 @@ def read_checkpoint(source: Source, folder: str, manifest_digest: str | None, wa
     names = file_names(folder, manifest)
     assert manifest.facts is not None
     if source.tier != "shm":
-        if want.rank == 0:  # one listing is enough; what a rank opens is checked once more
-            check_files(source, folder, manifest)
         # Fingerprints find accidents, not intent: whoever could put such a manifest there could put anything beside it.
         if manifest.facts.memory is not None:
             raise VerificationError(f"{folder}: its manifest speaks of images in memory, and counts for nothing else")
+        if want.rank == 0:  # one listing is enough; what a rank opens is checked once more
+            check_files(source, folder, manifest)
     with contextlib.ExitStack() as stack:
         files = _Files(source, folder, manifest, stack)
         index = read_index(files.file(INDEX_NAME), files.facts, names)
