@@ -11,7 +11,7 @@ from tests.checkpoint.support import FakeRun, RecordingChannel, checkpointer, fo
 
 from keepstep.checkpoint.exchange import Fetched
 from keepstep.checkpoint.storage.memory import MemorySource
-from keepstep.records.errors import RefuseToStartError
+from keepstep.records.errors import ConfigError, RefuseToStartError
 
 
 class NextChannel(RecordingChannel):
@@ -63,7 +63,13 @@ def test_the_image_that_was_restored_is_not_staged_over(root: Path) -> None:
         "job7-step-00000003-c0000-a0001",
     ]
     third = NextChannel(second)
-    assert live(root, third, 2, []) == 4
+    ckpt = checkpointer(root, {"w": torch.zeros(1 << 18)}, FakeRun(third, cycle=2), memory=True)
+    assert ckpt.restore() == 4
+    ckpt.state["bad"] = object()
+    with pytest.raises(ConfigError):  # in the middle of staging
+        ckpt.save(5)
+    ckpt.close()
+    assert [kept.checkpoint for kept in third.kept()] == ["job7-step-00000004-c0001-a0001"]
 
 
 def test_the_manifest_of_images_in_memory_counts_nowhere_else(root: Path) -> None:
