@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from tests.checkpoint.s3 import S3, first, wait_until
+from tests.checkpoint.s3 import S3, Fault, wait_until
 from tests.checkpoint.support import (
     FakeRun,
     Loader,
@@ -31,7 +32,7 @@ from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.verify import verify_checkpoint
 from keepstep.checkpoint.save.uploader import checked_chunks
 from keepstep.checkpoint.storage import objects
-from keepstep.checkpoint.storage.source import StoreOptions, open_root
+from keepstep.checkpoint.storage.source import open_deleter, open_root
 from keepstep.checkpoint.storage.writer import FileFact, write_file
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.records.errors import ConfigError, VerificationError
@@ -53,19 +54,30 @@ def committed(s3: S3) -> list[int]:
 
 
 def train(
-    root: Path, s3: S3, steps: list[int], channel: RecordingChannel, *, world_size: int = 1, **options: Any
+    root: Path,
+    s3: S3,
+    steps: list[int],
+    channel: RecordingChannel | None = None,
+    *,
+    world_size: int = 1,
+    cycle: int = 0,
+    between: Callable[[int], None] = lambda _step: None,
+    **options: Any,
 ) -> list[Checkpointer]:
-    """Restore, save each of `steps` and close, on `world_size` ranks."""
+    """Restore, save each of `steps` and close, on `world_size` ranks; `between` is called after each commit but the last."""
+    channel = channel or RecordingChannel()
+    options = {"upload_root": url(s3), "store": s3.options(), **options}
 
     def body(rank: int) -> Checkpointer:
-        run = FakeRun(channel, rank=rank, world_size=world_size)
-        state = {"w": torch.zeros(40_000), "loader": Loader(rank)}
-        ckpt = checkpointer(root, state, run, upload_root=url(s3), store=s3.options(), **options)
+        run = FakeRun(channel, rank=rank, world_size=world_size, cycle=cycle)
+        ckpt = checkpointer(root, {"w": torch.zeros(40_000), "loader": Loader(rank)}, run, **options)
         ckpt.restore()
         for step in steps:
             ckpt.state["w"] = torch.full((40_000,), float(step))
             assert ckpt.save(step)
             ckpt.wait()
+            if step != steps[-1]:
+                between(step)
         ckpt.close()
         return ckpt
 
@@ -97,32 +109,34 @@ def test_what_was_committed_arrives_whole_and_says_so(root: Path, s3: S3) -> Non
 
 def test_large_files_go_up_in_parts(root: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "CONDITIONAL_BYTES", 1 << 16)
-    train(root, s3, [1], RecordingChannel())
+    train(root, s3, [1])
     assert committed(s3) == [1]
     assert any("uploadId" in request.query for request in s3.of("PUT"))
 
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_one_ranks_upload_fails(root: Path, s3: S3, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No marker there, the disk keeps its checkpoint, and the next commit goes up at once, whatever the cadence."""
     if parts:
         monkeypatch.setattr(objects, "CONDITIONAL_BYTES", 1 << 16)
     bad = rank_file_name(1, 2)
-    s3.policy = lambda method, key, number: "broken" if key.endswith(bad) and method in ("PUT", "POST") else None
-    channel = RecordingChannel()
-    ckpts = train(root, s3, [1], channel, world_size=2) if not parts else _impatient(root, s3, channel)
-    assert committed(s3) == [] and len(on_disk(root)) == 1
+
+    def policy(method: str, key: str, number: int) -> Fault | None:
+        return "broken" if method in ("PUT", "POST") and "step-00000001" in key and key.endswith(bad) else None
+
+    s3.policy, channel = policy, RecordingChannel()
+
+    def between(step: int) -> None:
+        wait_until(lambda: len(channel.of_kind("upload_failed")) == 1)
+        assert committed(s3) == []
+
+    options = s3.options(retry_for_s=0.1)
+    ckpts = train(root, s3, [1, 2], channel, world_size=2, upload_every="1h", store=options, between=between)
     (failed,) = channel.of_kind("upload_failed")
     assert failed["step"] == 1 and failed["failed"] == 1 and bad in failed["error"] and "rank 1" in failed["error"]
-    assert channel.of_kind("tier_reached") == channel.of_kind("ckpt_failed") == []
-    assert ckpts[0].last_committed_step == 1
-    # The next commit is tried again at once, whatever the cadence.
-    s3.policy = lambda method, key, number: None
-    train(root, s3, [2], channel, world_size=2, upload_every="1h")
-    assert committed(s3) == [2]
-
-
-def _impatient(root: Path, s3: S3, channel: RecordingChannel) -> list[Checkpointer]:
-    return train(root, s3, [1], channel, world_size=2)
+    assert channel.of_kind("ckpt_failed") == [] and ckpts[0].last_committed_step == 2
+    assert [fields["step"] for fields in channel.of_kind("tier_reached")] == committed(s3) == [2]
+    assert len(on_disk(root)) == 2
 
 
 def test_a_damaged_file_is_not_uploaded(root: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +150,10 @@ def test_a_damaged_file_is_not_uploaded(root: Path, s3: S3, monkeypatch: pytest.
             claimed.set()
             flip_bit(next(root.glob("*/rank-*")), -1)
 
-    s3.policy = lambda method, key, number: damage(method, key, number)
+    s3.policy = damage
     train(root, s3, [1], channel)
     assert claimed.is_set() and committed(s3) == []
-    assert not [key for key in s3.keys() if key.endswith(".safetensors")]
+    assert ".safetensors" not in " ".join(s3.keys())
     (failed,) = channel.of_kind("upload_failed")
     assert "damaged, so it is not uploaded" in failed["error"]
 
@@ -167,7 +181,7 @@ def test_only_what_is_due_goes_up_and_the_newest_takes_the_place_of_what_waits(r
         if "claims" in key and method == "PUT":
             go_on.wait(20)
 
-    s3.policy = lambda method, key, number: hold(method, key, number)
+    s3.policy = hold
 
     def body(rank: int) -> None:
         run = FakeRun(channel, rank=rank, world_size=2)
@@ -184,16 +198,12 @@ def test_only_what_is_due_goes_up_and_the_newest_takes_the_place_of_what_waits(r
     assert run_ranks(2, body) == [None, None]
     assert [fields["step"] for fields in channel.of_kind("tier_reached")] == [1, 3]
     assert committed(s3) == [1, 3]
-    train(root, s3, [4, 5], channel, world_size=1, upload_every="1h", rng_on_reshard="reseed", per_rank=())
 
 
-def test_a_root_that_is_gone_is_restored_from_the_store(
-    root: Path, s3: S3, capfd: pytest.CaptureFixture[str]
-) -> None:
-    channel = RecordingChannel()
-    train(root, s3, [1, 2], channel, world_size=2)
-    train(root, s3, [3], channel, world_size=2, upload_every="1h")
-    options = {"upload_root": url(s3), "store": s3.options()}
+def test_a_root_that_is_gone_is_restored_from_the_store(root: Path, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
+    train(root, s3, [1, 2], world_size=2)
+    train(root, s3, [3], world_size=2, upload_every="1h", cycle=1)
+    options: dict[str, Any] = {"upload_root": url(s3), "store": s3.options()}
     # Disk and store both hold it: the disk is nearer.
     restored = RecordingChannel()
     assert restore_value(root, world_size=2, channel=restored, **options) == [(3, 3.0), (3, 3.0)]
@@ -212,10 +222,9 @@ def test_a_root_that_is_gone_is_restored_from_the_store(
 
 def test_going_on_behind_the_mark_of_a_lost_root_but_not_of_a_thinned_one(root: Path, s3: S3) -> None:
     """Step 2 was never uploaded. With the disk gone training goes on from 1; with step 2 alone gone from the disk it does not."""
-    channel = RecordingChannel()
-    train(root, s3, [1, 2], channel, upload_every="1h")
+    train(root, s3, [1, 2], upload_every="1h")
     assert committed(s3) == [1]
-    options = {"upload_root": url(s3), "store": s3.options()}
+    options: dict[str, Any] = {"upload_root": url(s3), "store": s3.options()}
     (newest,) = root.glob("*step-00000002*")
     shutil.move(newest, root.parent / "aside")
     (refused,) = restore_value(root, **options)
@@ -223,11 +232,9 @@ def test_going_on_behind_the_mark_of_a_lost_root_but_not_of_a_thinned_one(root: 
     shutil.rmtree(root)
     assert restore_value(root, **options) == [(1, 1.0)]
     # Nothing of the store can be taken away in the same manner: its own mark holds.
-    train(root, s3, [3], channel)
+    train(root, s3, [3], cycle=2)
     assert committed(s3) == [1, 3]
     s3.may_delete = True
-    from keepstep.checkpoint.storage.source import open_deleter
-
     deleter = open_deleter(url(s3), s3.options())
     (folder,) = [entry.name.text for entry in list_checkpoints(s3.root(), trusted_key=None) if entry.name.step == 3]
     deleter.delete_marker(folder)
@@ -237,7 +244,7 @@ def test_going_on_behind_the_mark_of_a_lost_root_but_not_of_a_thinned_one(root: 
 
 
 def test_a_damaged_disk_copy_is_replaced_by_the_uploaded_one(root: Path, s3: S3) -> None:
-    train(root, s3, [1, 2], RecordingChannel())
+    train(root, s3, [1, 2])
     (newest,) = root.glob("*step-00000002*")
     flip_bit(newest / rank_file_name(0, 1), 6000)
     channel = RecordingChannel()
@@ -261,16 +268,17 @@ ckpt.close()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_the_upload_leaves_no_marker(root: Path, s3: S3) -> None:
     there = threading.Event()
 
-    def hold(method: str, key: str, number: int) -> str | None:
+    def hold(method: str, key: str, number: int) -> Fault | None:
         if method == "PUT" and key.endswith(".safetensors"):
             there.set()
             return "stall"
         return None
 
-    s3.policy = hold  # type: ignore[assignment]
+    s3.policy = hold
     command = [sys.executable, "-c", KILLED, str(root), url(s3), s3.endpoint]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert process.stdout is not None and process.stdout.readline() == "committed\n"
@@ -279,12 +287,12 @@ def test_a_process_that_is_killed_in_the_upload_leaves_no_marker(root: Path, s3:
     process.wait()
     process.stdout.close()
     assert len(on_disk(root)) == 1 and committed(s3) == []
-    assert not [key for key in s3.keys() if "commits/" in key]
+    assert "commits/" not in " ".join(s3.keys())
 
 
 def test_close_waits_no_longer_than_it_may(root: Path, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
     s3.policy = lambda method, key, number: "stall" if "claims" in key and method == "PUT" else None
-    train(root, s3, [1], RecordingChannel(), upload_close_s=0.1)
+    train(root, s3, [1], upload_close_s=0.1)
     assert "was not complete after 0.1 s and is given up" in capfd.readouterr().err
 
 

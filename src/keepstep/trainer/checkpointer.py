@@ -179,7 +179,8 @@ class Checkpointer:
         `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
         the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
         flight (default: KEEPSTEP_ON_BUSY, else "wait"). `rng_on_reshard`: what becomes of the random state on another number of
-        ranks. `trust`: who signs and whose checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy does not keep, after each commit
+        ranks. `trust`: who signs and whose checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy
+        does not keep, after each commit
         (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
         checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
         save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
