@@ -347,7 +347,14 @@ def _reject(
         rejected.append(refused)
         if distrust is None:
             _quarantine(task, refused)
-    fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
+    fields: dict[str, Any] = {
+        "checkpoint": record.checkpoint,
+        "step": record.step,
+        "reason": reason,
+        "tier": source.tier,
+    }
+    if distrust is not None:
+        fields["distrust"] = distrust
     with contextlib.suppress(ChannelError):
         task.channel.report("quarantined", fields)
 

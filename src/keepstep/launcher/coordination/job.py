@@ -30,10 +30,13 @@ NOTES = frozenset(
             "first_step",
             "ckpt_block",
             "committed",
+            "kept",
             "ckpt_failed",
+            "ckpt_skipped",
             "quarantined",
             "rollback_announced",
             "tier_reached",
+            "upload_failed",
             "drain",
         ),
     }
