@@ -78,7 +78,8 @@ class Job:
         facts = msgspec.structs.replace(facts, life_started_ns=self.life_ns, created_ns=self.tick())
         digest = hashlib.sha256(name.text.encode()).hexdigest()
         manifest = Manifest(files=(), facts=facts, root_digest="", signed=True, digest=digest)
-        stored = Stored(Listed(name=name, committed=True, manifest=manifest), unmarked=mark_lost)
+        listed = Listed(name=name, committed=True, manifest=manifest, marker_sha256=digest)
+        stored = Stored(listed, unmarked=mark_lost)
         self.root[name.text] = stored
         if self.pending is not None:
             self.timeline, self.pending = self.pending, None
@@ -94,6 +95,7 @@ class Job:
                 quarantined=name in self.quarantine,
                 manifest=None if stored.damage == "marker" else stored.listed.manifest,
                 error="damaged" if stored.damage == "marker" else None,
+                marker_sha256="broken" if stored.damage == "marker" else stored.listed.marker_sha256,
             )
             for name, stored in self.root.items()
         ]
@@ -287,12 +289,15 @@ def test_a_newest_checkpoint_that_is_not_trusted_is_not_passed_over(distrust: An
     older = next(entry for entry in found if entry.name.text == stored[-2].name)
     ruling = judge(older, found, job.mark, [], set())
     assert (ruling.action, "signed by nobody who is trusted" in ruling.reason) == ("refuse", True)
+    # A marker that is not the one that was committed is a forgery: damage, which a job outlives.
+    stored[-1].listed = msgspec.structs.replace(stored[-1].listed, marker_sha256="5" * 64)
+    assert judge(older, job.listing(), job.mark, [], set()).action == "restore"
 
 
 def with_digest(stored: Stored, digest: str) -> Listed:
     assert stored.listed.manifest is not None
     manifest = msgspec.structs.replace(stored.listed.manifest, digest=digest)
-    return msgspec.structs.replace(stored.listed, manifest=manifest)
+    return msgspec.structs.replace(stored.listed, manifest=manifest, marker_sha256=digest)
 
 
 def test_another_valid_marker_in_the_same_folder_is_no_reason_to_go_back() -> None:
@@ -317,7 +322,7 @@ def test_copies_in_several_places() -> None:
     """Damaged here and whole there, unfinished there, damaged in both."""
     job, stored = history()
     older, whole = stored[1].listed, stored[2].listed
-    damaged = msgspec.structs.replace(whole, manifest=None, error="bad")
+    damaged = msgspec.structs.replace(whole, manifest=None, error="bad", marker_sha256=None)
     unfinished = msgspec.structs.replace(whole, manifest=None, committed=False)
     planted = msgspec.structs.replace(whole, quarantined=True)
     buried = msgspec.structs.replace(whole, tombstoned=True)
@@ -349,9 +354,23 @@ def test_what_a_restore_left_behind_stays_out_although_the_mark_never_knew_it() 
     lost = job.commit(mark_lost=True)
     lost.damage = "bytes"
     assert job.restore() == stored[1].name
+    job.commit().damage = "marker"
     lost.damage = "none"  # the disk was repaired and the quarantine record deleted
     job.quarantine.clear()
     assert job.restore() == stored[1].name
+
+
+def test_what_was_passed_over_may_come_back_until_there_is_newer_progress() -> None:
+    """A key was forgotten on a host that knew no mark, and is given again."""
+    job, stored = history(3)
+    job.mark = None
+    good = stored[2].listed
+    stored[2].listed = msgspec.structs.replace(good, manifest=None, error="x", distrust="key")
+    stored[2].damage = "bytes"  # for the model: passed over
+    assert job.restore() == stored[1].name
+    stored[2].listed, stored[2].damage = good, "none"
+    job.quarantine.clear()
+    assert job.restore() == stored[2].name
 
 
 @pytest.mark.parametrize("known", [True, False])

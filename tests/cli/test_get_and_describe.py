@@ -219,7 +219,7 @@ class TestOthers:
             mark(27, "tier_reached", 1, step=10, checkpoint="c10", tier="peer"),
             mark(28, "committed", 1, step=10, checkpoint="c10", tier="disk", kept=True),
             mark(40, "tier_reached", 1, step=10, checkpoint="c10", tier="object"),
-            mark(41, "quarantined", 1, step=10, checkpoint="c10", tier="shm", reason="memory alone"),
+            mark(41, "image_refused", 1, step=10, checkpoint="c10", tier="shm", reason="memory alone"),
         ]
         write_run(home / "job-1", [*FIRST, *FAULT, *SECOND, *marks])
         newest = get("checkpoints", "job-1")[-1]

@@ -193,7 +193,7 @@ def test_images_in_memory_are_no_checkpoints() -> None:
         mark(14, "ckpt_failed", step=8, error="no room", tier="shm"),
         mark(14, "ckpt_skipped", step=8, skipped=1),
         mark(14, "upload_failed", step=5, checkpoint="c5", error="no answer", failed=1),
-        mark(24, "quarantined", step=5, checkpoint="c5", tier="peer", reason="differs"),
+        mark(24, "image_refused", step=5, checkpoint="c5", tier="peer", reason="differs"),
     ]
     marks = sorted([*MARKS, *memory], key=lambda one: one.t_ns)
     assert summarise("r", 0, marks, []).checkpoints == summarise("r", 0, MARKS, []).checkpoints

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.incidents import incident_of
-from keepstep.records.timeline import Mark
+from keepstep.records.timeline import Mark, MarkKind
 from tests.launcher.coordinators import Client, Served, serving
 from tests.launcher.harness import wait_until
 
@@ -51,7 +51,7 @@ def test_a_refused_checkpoint_is_an_incident_and_is_made_again_from_the_journal(
     written = json.loads(path.read_bytes())
     assert written["verdict"]["class"] == "storage" and "SHA-256 differs" in written["verdict"]["summary"]
     assert (written["id"], written["cycle"], written["kind"]) == ("INC-0001", 0, "checkpoint.quarantined")
-    assert tell(client, "quarantined", **REFUSED, tier="peer").ok
+    assert tell(client, "image_refused", **REFUSED, tier="peer").ok
     wait_until((path.parent / "INC-0002.json").exists)
     assert client.stopped(0, 0).ok
     assert client.until(m.End).outcome == "succeeded"
@@ -66,14 +66,13 @@ def test_a_refused_checkpoint_is_an_incident_and_is_made_again_from_the_journal(
 
 
 @pytest.mark.parametrize(
-    ("attrs", "expected"),
+    ("kind", "attrs", "expected"),
     [
-        ({}, "storage"),
-        ({"tier": "object"}, "storage"),
-        ({"tier": "peer"}, "hardware"),
-        ({"distrust": "key"}, "unknown"),
+        ("quarantined", {"tier": "object"}, "storage"),
+        ("quarantined", {"distrust": "key"}, "unknown"),
+        ("image_refused", {"tier": "peer"}, "hardware"),
     ],
 )
-def test_classes(attrs: dict[str, str], expected: str) -> None:
-    incident = incident_of("job", "INC-0001", Mark(t_ns=1, kind="quarantined", attrs={**REFUSED, **attrs}))
+def test_classes(kind: MarkKind, attrs: dict[str, str], expected: str) -> None:
+    incident = incident_of("job", "INC-0001", Mark(t_ns=1, kind=kind, attrs={**REFUSED, **attrs}))
     assert incident.verdict["class"] == expected

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from keepstep.launcher.coordination.journal import read_records
 from tests.launcher.harness import Launch, wait_until
 from tests.launcher.memory_script import SCRIPT
@@ -52,6 +54,7 @@ def test_what_ranks_kept_survives_them_and_the_coordinator(tmp_path: Path) -> No
     launch.check_partition()
 
 
+@pytest.mark.slow
 def test_the_tier_can_be_switched_off(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     Path(f"{gate}.0").touch()

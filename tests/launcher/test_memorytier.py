@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,10 +17,11 @@ import pytest
 from keepstep.checkpoint.format.fingerprint import fingerprint
 from keepstep.launcher import messages as m
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination import holdings
 from keepstep.launcher.coordination.holdings import Holdings
-from keepstep.launcher.node.images import MAX_COPIED_SETS, Image
+from keepstep.launcher.node.images import MAX_COPIED_SETS, MAX_FACTS_BYTES, Image
 from keepstep.launcher.node.imagewire import blocks_of
-from keepstep.launcher.node.memorytier import MemoryTier
+from keepstep.launcher.node.memorytier import NOTE_IMAGES, MemoryTier
 from keepstep.launcher.trust import make_token
 from keepstep.records.errors import ChannelError
 from tests.launcher.lives import Lead, hello, shape
@@ -217,28 +219,33 @@ def test_a_damaged_copy_is_never_handed_out(tmp_path: Path) -> None:
     play(lambda: Cluster(tmp_path, "abc", spares=1), scene)
 
 
-def test_another_holder_is_asked_when_one_has_it_damaged(tmp_path: Path) -> None:
+def test_another_holder_is_asked_when_one_has_it_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The damaged one is asked first.
+    monkeypatch.setattr(holdings, "random", SimpleNamespace(sample=lambda names, count: sorted(names)[:count]))
+
     async def scene(job: Cluster) -> None:
         job["b"].keep(5, "rank-1")
         await job.copied("c", 5, "rank-1")
-        job["c"].damage(5, "rank-1")
         await job["d"].fetch(5, "rank-1")
-        await job.until(lambda: len(job.holdings._sets[folder(5)].files["rank-1"]) == 3)
+        await job.copied("d", 5, "rank-1")
+        job["c"].damage(5, "rank-1")
         await job["b"].tier.close()
         job.lose("b")
         assert await job["a"].fetch(5, "rank-1") == ("peer", data_of(5, "rank-1"))
+        assert any("node c" in line and "fingerprint" in line for line in job["a"].said)
+        await job.until(lambda: job["c"].holds() == set())
 
     play(lambda: Cluster(tmp_path, "abcd"), scene)
 
 
 def test_newer_sets_replace_older_copies_and_memory_stays_bounded(tmp_path: Path) -> None:
     async def scene(job: Cluster) -> None:
-        for step in range(1, 9):
+        for step in range(1, 6):
             for file in ("rank-0", "rank-1"):
                 job["a"].keep(step, file, buffer=f"{file}-{step % 2}")
             await job.until(lambda step=step: {(step, "rank-0"), (step, "rank-1")} <= job["b"].holds())  # type: ignore[misc]
             assert len({s for s, _ in job["b"].holds()}) <= MAX_COPIED_SETS
-        assert job["b"].holds() == {(s, f"rank-{r}") for s in (7, 8) for r in (0, 1)}
+        assert job["b"].holds() == {(s, f"rank-{r}") for s in (4, 5) for r in (0, 1)}
 
     play(lambda: Cluster(tmp_path), scene)
 
@@ -287,6 +294,25 @@ def test_a_new_coordinator_hears_everything_again(tmp_path: Path) -> None:
         assert [(s["checkpoint"], s["copied"]) for s in sets] == [(folder(6), 1), (folder(5), 1)]
 
     play(lambda: Cluster(tmp_path), scene)
+
+
+def test_so_much_at_once_comes_in_several_notes(tmp_path: Path) -> None:
+    async def scene(job: Cluster) -> None:
+        pad = "x" * (MAX_FACTS_BYTES - 50)
+        for number in range(NOTE_IMAGES + 10):
+            rank, file = number % 8, f"f{number:05d}"
+            os.close(job["a"].tier.images.buffer(rank, file, 1))
+            one = Image(checkpoint=folder(5), file=file, size_bytes=1, facts={"step": 5, "pad": pad})
+            job["a"].tier.images.keep(rank, file, one)
+        sets = (await job["a"].tier.kept("", ""))["sets"]
+        assert [s["files"] for s in sets] == [NOTE_IMAGES + 10]
+        for number in range(NOTE_IMAGES + 10):
+            job["a"].tier.images.unkeep(number % 8, f"f{number:05d}")
+        assert (await job["a"].tier.kept("", ""))["sets"] == []
+        assert max(len(msgspec.json.encode(note)) for note in job["a"].notes) < m.MAX_MESSAGE_BYTES
+        assert max(len(note.removed) for note in job["a"].notes) <= NOTE_IMAGES
+
+    play(lambda: Cluster(tmp_path, tier="node"), scene)
 
 
 def test_what_a_rank_kept_is_known_before_its_next_question_is_answered(tmp_path: Path) -> None:

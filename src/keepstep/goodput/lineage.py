@@ -9,7 +9,6 @@ from itertools import pairwise
 import msgspec
 
 from keepstep.goodput.facts import Commit, CycleFacts, CycleKey
-from keepstep.records.cycle import DURABLE
 from keepstep.records.timeline import Mark
 
 
@@ -58,18 +57,9 @@ def surviving_step(cycle: CycleFacts, backs: Sequence[Rollback]) -> int | None:
     return min((back.step for back in backs if back.blamed >= cycle.key), default=None)
 
 
-def lasts(mark: Mark) -> bool:
-    """Whether a mark about a checkpoint is about one that lasts; one in memory may also lie on disk, whole."""
-    return mark.attrs.get("tier", "disk") in DURABLE
-
-
 def surviving_commits(cycles: Sequence[CycleFacts], marks: Sequence[Mark], backs: Sequence[Rollback]) -> list[Commit]:
     """Commits on the surviving lineage that no restore has refused."""
-    refused = {
-        m.attrs.get("checkpoint") or (m.cycle, m.attrs.get("step"))
-        for m in marks
-        if m.kind == "quarantined" and lasts(m)
-    }
+    refused = {m.attrs.get("checkpoint") or (m.cycle, m.attrs.get("step")) for m in marks if m.kind == "quarantined"}
     result = []
     for cycle in cycles:
         limit = surviving_step(cycle, backs)

@@ -30,6 +30,7 @@ MarkKind = Literal[
     "ckpt_skipped",  # a save fell due while one was in flight, and was left out. attrs: step, skipped (how many so far)
     "upload_failed",  # a committed checkpoint did not arrive in the object store. attrs: step, checkpoint, error, failed (so far)
     "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason, tier, distrust (policy, not damage)
+    "image_refused",  # an image in memory was refused at restore. attrs: checkpoint, step, reason, tier
     "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason
     "fault",  # attrs: occurred_ns, detected_ns, rank, node, kind, cause ("hardware", ..., "unknown"), completed_step
     "captured",  # evidence of living ranks is on disk (teardown begins)

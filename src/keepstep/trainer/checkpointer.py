@@ -19,12 +19,12 @@ from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
-from keepstep.checkpoint.save.memoryset import MemorySet
 from keepstep.checkpoint.save.saver import Outcome, SaveJob, Saver, folder_path
-from keepstep.checkpoint.save.slots import Slot, Slots
+from keepstep.checkpoint.save.slots import Slots
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import StoreOptions, open_root, store_options
 from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
@@ -43,7 +43,7 @@ from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
 from keepstep.trainer.keeper import Keeper
-from keepstep.trainer.staging import Stager
+from keepstep.trainer.staging import Stager, Staging
 from keepstep.trainer.tiers import UploadLane, busy_policy, write_delay
 
 SAVE_FACTOR = 1.5
@@ -163,6 +163,7 @@ class Checkpointer:
         timeout_s: float = 600.0,
         max_failures: int = 3,
         writer: Literal["process", "thread"] = "process",
+        staging_bytes: int | None = None,
         memory: bool | None = None,
         store: StoreOptions | None = None,
         upload_root: str | None = None,
@@ -184,7 +185,9 @@ class Checkpointer:
         (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
         checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
         save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
-        written from. `upload_root`: an object store that committed checkpoints are copied to from the folder `root`, in the
+        written from. `staging_bytes`: memory a rank may take for staging buffers, beside what the host and its cgroup leave; an
+        image that does not fit is written block by block while training waits.
+        `upload_root`: an object store that committed checkpoints are copied to from the folder `root`, in the
         background, at most one in `upload_every` (seconds, "30m", "1h"; by default each); restores look there too. `close` waits
         `upload_close_s` for them. `stagger_s`: ranks begin to write spread over so long. Raises ConfigError for a bad argument.
         """
@@ -239,9 +242,11 @@ class Checkpointer:
         run.propose_save, run.propose_keep = self._propose, self._propose_keep
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
         self._memory = _memory_wanted(memory, run.channel)
-        self._slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
-        self._sets = {slot.name: MemorySet(self._channel, slot.name) for slot in self._slots.all}
-        self._stager = Stager(self._slots, wanted, run.rank, run.world_size)
+        slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
+        self._stager = Stager(slots, wanted, run.rank, run.world_size)
+        self._staging = Staging(
+            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
+        )
         self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
         self._uploads: UploadLane | None = None
         if upload_root is not None:
@@ -460,19 +465,20 @@ class Checkpointer:
         else:
             job.blocked_ns = time.monotonic_ns() - job.begun_ns
             self._saver.begin(job)
+            if job.written is not None:
+                job.written.wait()
+                job.blocked_ns = time.monotonic_ns() - job.begun_ns
 
     def _stage(self, step: int, begun_ns: int, metrics: Mapping[str, float] | None, *, durable: bool) -> SaveJob:
         assert self._life is not None
-        slot = self._slots.free()
-        assert slot is not None, "one save in flight"
-        memory = self._sets[slot.name] if self._memory else None
-        if memory is not None:
-            self._forget(slot, memory)
-        staged = self._stager.stage(self.state, slot)
+        may_stream = durable and isinstance(self._root, PosixRoot)
+        staged = self._staging.stage(self.state, self._root.where, may_stream=may_stream)
         run = self._run
         return SaveJob(
             name=FolderName(step, run.cycle, run.attempt, 0, run.run_id),
-            slot=slot,
+            slot=staged.slot,
+            stream=staged.stream,
+            written=None if staged.stream is None else threading.Event(),
             file_bytes=staged.file_bytes,
             index=staged.index,
             plan=staged.plan,
@@ -480,13 +486,9 @@ class Checkpointer:
             signer=self._signer,
             begun_ns=begun_ns,
             durable=durable,
-            memory=memory,
+            memory=self._staging.memory_of(staged),
             metrics=plain_metrics(metrics),
         )
-
-    def _forget(self, slot: Slot, memory: MemorySet) -> None:
-        memory.forget()
-        slot.kept = None
 
     @property
     def last_committed_step(self) -> int | None:
@@ -512,7 +514,7 @@ class Checkpointer:
             if self._uploads:
                 self._uploads.close(self._run.notice_left_s(), self._run.rank == 0)
         self._writer.close()
-        self._slots.close()
+        self._staging.slots.close()
 
     # ---- for the run object
 
@@ -550,6 +552,12 @@ class Checkpointer:
         if median_s is None:
             return None
         return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
+
+    def damage_images(self) -> None:
+        """Flip a bit in every image of this rank that is kept in memory (for the injection of that name)."""
+        for slot in self._staging.slots.all:
+            if slot.kept is not None and slot.memory is not None:
+                slot.memory[len(slot) // 3] ^= 0x10
 
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first, or on an object store."""

@@ -36,14 +36,14 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
     """What became of the checkpoint at the mark. Of several copies the one that speaks most against going back counts."""
     name = mark.at.checkpoint
     copies = [entry for entry in found if entry.name.text == name]
-    copies = [entry for entry in copies if entry.committed] or copies[
-        :1
-    ]  # an unfinished copy of a whole one is no loss
+    # An unfinished copy beside a whole one is no loss.
+    copies = [entry for entry in copies if entry.committed] or copies[:1]
     states = [
         marked_state(
             mark,
             committed=_lasts(copy),
-            digest=copy.manifest.digest if copy.manifest is not None else None,
+            digest=copy.marker_sha256,
+            verified=copy.manifest is not None,
             quarantined=copy.quarantined,
             rejected=name in rejected,
             distrusted=copy.distrust is not None,

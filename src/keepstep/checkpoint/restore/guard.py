@@ -121,21 +121,11 @@ class Guard:
         mark = self.mark
         if mark is None or entry.manifest is None:
             return Ruling(action="restore")
-        forged = {
-            item.name.text for item in found if item.name.text == mark.at.checkpoint and self._is_forged(item, mark)
-        }
-        ruling = judge(entry, found, mark, self._permits, rejected | forged)
+        ruling = judge(entry, found, mark, self._permits, rejected)
         if ruling.action == "refuse":
             command = how_to_allow(self._root.where, position_of(entry.manifest, entry.name.text), mark)
             return msgspec.structs.replace(ruling, reason=f"{ruling.reason}. To go back on purpose: {command}")
         return ruling
-
-    def _is_forged(self, entry: Listed, mark: Mark) -> bool:
-        """A marker of somebody else in the place of the one that is known: a forgery, which is damage, not a change of keys."""
-        if entry.distrust is None:
-            return False
-        marker = self._root.marker(entry.name.text)
-        return marker is None or hashlib.sha256(marker[1]).hexdigest() != mark.at.digest
 
     def refused(self, checkpoint: str) -> None:
         """`checkpoint` was found damaged; to be called before its quarantine record is written."""

@@ -356,7 +356,7 @@ def _reject(
     if distrust is not None:
         fields["distrust"] = distrust
     with contextlib.suppress(ChannelError):
-        task.channel.report("quarantined", fields)
+        task.channel.report("quarantined" if source is not task.memory else "image_refused", fields)
 
 
 def _quarantine(task: Restore, refused: _Rejected) -> None:
@@ -425,8 +425,8 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.files(life.checkpoint) is None:
-            return None, {"ok": False, "absent": True, "reason": "no such folder"}
+        if source.marker(life.checkpoint) is None:
+            return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
         return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}

@@ -1,6 +1,7 @@
 """Incidents of a run: records for people in `incidents/`, made from the journal's marks alone.
 
-So far a checkpoint that a restore refused is one. Numbers go by the order in the journal: the same file comes of it every time.
+So far a checkpoint that a restore refused is one, or an image of it in memory. Numbers go by the order in the journal: the same
+file comes of it every time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import msgspec
 
 from keepstep.launcher.files import write_durable
 from keepstep.records.codec import rfc3339, to_pretty_json
-from keepstep.records.cycle import DURABLE
 from keepstep.records.timeline import Mark
+
+_KINDS = {"quarantined": "checkpoint.quarantined", "image_refused": "checkpoint.image_refused"}
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_incident(mark: Mark) -> bool:
     """Whether a mark tells of an incident."""
-    return mark.kind == "quarantined"
+    return mark.kind in _KINDS
 
 
 def incident_id(number: int) -> str:
@@ -47,8 +49,12 @@ def incident_of(run_id: str, name: str, mark: Mark) -> Incident:
     if attrs.get("distrust"):
         found = {"class": "unknown", "tier": "unknown", "action": "ask_human"}
     else:
-        # Bytes that a file system or an object store gives back wrong, or a memory does.
-        found = {"class": "storage" if where in DURABLE else "hardware", "tier": "possible", "action": "none"}
+        # Bytes that a memory gives back wrong, or a file system or an object store does.
+        found = {
+            "class": "hardware" if mark.kind == "image_refused" else "storage",
+            "tier": "possible",
+            "action": "none",
+        }
     summary = f"checkpoint {attrs.get('checkpoint')} ({where}) was refused at restore: {attrs.get('reason')}"
     return Incident(
         id=name,
@@ -56,7 +62,7 @@ def incident_of(run_id: str, name: str, mark: Mark) -> Incident:
         attempt=mark.attempt,
         cycle=mark.cycle,
         time=rfc3339(mark.t_ns),
-        kind="checkpoint.quarantined",
+        kind=_KINDS[mark.kind],
         attrs=attrs,
         verdict={**found, "summary": summary},
     )

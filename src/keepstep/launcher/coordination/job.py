@@ -34,6 +34,7 @@ NOTES = frozenset(
             "ckpt_failed",
             "ckpt_skipped",
             "quarantined",
+            "image_refused",
             "rollback_announced",
             "tier_reached",
             "upload_failed",

@@ -74,7 +74,7 @@ class MemoryTier:
         self._tasks: list[asyncio.Task[None]] = []
         self._pulling: set[socket.socket] = set()
         """Connections on which threads receive."""
-        self._said: set[str] = set()
+        self._said: set[type[Exception]] = set()
         self._fetchers = ThreadPoolExecutor(FETCHES, "keepstep-fetch")
         self._copier = ThreadPoolExecutor(1, "keepstep-copy", _lower_priority)
 
@@ -85,6 +85,13 @@ class MemoryTier:
             path = None if self._owner.config.endpoints else self._sockets / f"images-{os.getpid()}.sock"
             self._server = ImageServer(self.images, self._caller, path, self._say_from_thread)
         self._tasks = [asyncio.create_task(self._keep_telling()), asyncio.create_task(self._keep_copying())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Training goes on without the memory tier, but not in silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._owner.say(f"the memory tier of this node stopped: {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """End all of it and give the memory back."""
@@ -135,9 +142,9 @@ class MemoryTier:
         elif not added and not removed:
             return
         address = self._server.address if self._server is not None else ""
-        for begin in range(0, max(len(added), 1), NOTE_IMAGES):
+        for begin in range(0, max(len(added), len(removed), 1), NOTE_IMAGES):
             part = [_held(image) for image in added[begin : begin + NOTE_IMAGES]]
-            first, gone = begin == 0, removed if begin == 0 else []
+            first, gone = begin == 0, removed[begin : begin + NOTE_IMAGES]
 
             def note(i: int, first: bool = first, part: Any = part, gone: Any = gone) -> m.KeepNote:
                 return m.KeepNote(id=i, whole=whole and first, address=address, added=part, removed=gone)
@@ -245,7 +252,10 @@ class MemoryTier:
             try:
                 await self._in_thread(self._copier, _image(one), order.address, "peer")
             except (OSError, ValueError, KeepstepError) as error:
-                self._say_once(f"no copy of an image of node {order.node}: {error}")
+                # It may happen at every save: said for the first time that it happens in one way.
+                if type(error) not in self._said:
+                    self._said.add(type(error))
+                    self._owner.say(f"no copy of an image of node {order.node}: {error}")
 
     async def _in_thread(self, pool: ThreadPoolExecutor, image: Image, address: str, kind: Kind) -> None:
         loop = asyncio.get_running_loop()
@@ -260,13 +270,6 @@ class MemoryTier:
             os.close(fd)
             raise
         self.images.add_copy(fd, image, kind)
-
-    def _say_once(self, text: str) -> None:
-        """A peer that cannot be copied is said for the first time it happens in one way: it may happen at every save."""
-        reason = text.rsplit(":", 1)[-1]
-        if reason not in self._said:
-            self._said.add(reason)
-            self._owner.say(text)
 
     def _say_from_thread(self, text: str) -> None:
         assert self._loop is not None

@@ -31,6 +31,7 @@ MARK_KINDS = {
     "ckpt_skipped": "checkpoint.skipped",
     "upload_failed": "checkpoint.upload_failed",
     "quarantined": "checkpoint.quarantined",
+    "image_refused": "checkpoint.image_refused",
     "fault": "cycle.fault",
     "captured": "cycle.captured",
     "stopped": "cycle.stopped",
@@ -66,13 +67,14 @@ SEVERITIES = {
     "node.excluded": "warning",
     "checkpoint.failed": "error",
     "checkpoint.quarantined": "warning",
+    "checkpoint.image_refused": "warning",
     "checkpoint.skipped": "warning",
     "checkpoint.upload_failed": "error",
     "coordinator.gap": "warning",
     "job.stop_requested": "warning",
 }
 PLACES = ("node", "rank", "cycle")
-BULKY = ("anchor", "layout", "statuses", "failures", "completed", "agent_store", "hosts_store")
+BULKY = ("anchor", "layout", "statuses", "failures", "completed", "agent_store", "hosts_store", "detail")
 """Fields of records that grow with the number of ranks, or say nothing to people."""
 
 

@@ -225,7 +225,7 @@ def _take_mark(state: RunState, mark: dict[str, Any]) -> None:
         _take_commit(state, mark, attrs)
     elif kind == "tier_reached":
         _take_tier(state, str(attrs.get("checkpoint")), str(attrs.get("tier")), t_ns)
-    elif kind == "quarantined" and attrs.get("tier", "disk") in DURABLE:
+    elif kind == "quarantined":
         for one in state.checkpoints:
             if one.checkpoint == attrs.get("checkpoint"):
                 one.state, one.reason = "quarantined", str(attrs.get("reason") or "")
