@@ -26,6 +26,7 @@ from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
+from keepstep.checkpoint.storage.targets import Fault
 from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.checkpoint.trust.policy import (
     TrustOptions,
@@ -510,6 +511,10 @@ class Checkpointer:
         if median_s is None:
             return None
         return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
+
+    def inject_fault(self, fault: Fault) -> None:
+        """The write of this rank's next save meets `fault` (`--inject storage-error`, `storage-stall`)."""
+        self._saver.fault = fault
 
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first, or on an object store."""

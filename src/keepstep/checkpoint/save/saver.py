@@ -26,7 +26,7 @@ from keepstep.checkpoint.save.slots import Slot
 from keepstep.checkpoint.save.writerclient import ImageWriter
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root
-from keepstep.checkpoint.storage.targets import PosixFile
+from keepstep.checkpoint.storage.targets import Fault, PosixFile, meet_fault
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Facts, Manifest
 from keepstep.checkpoint.trust.signers import Signer
@@ -40,7 +40,7 @@ class SaveJob(msgspec.Struct, kw_only=True):
     """One staged save of this rank. The slot is not touched again before the save is over.
 
     `durable`: written to the root; otherwise it is kept in memory only. `memory`: what keeps it there, None for not at all. `plan`
-    is the digest of what all ranks are to save.
+    is the digest of what all ranks are to save. `fault`: what this rank's write is to meet (`--inject`).
     """
 
     name: FolderName
@@ -57,6 +57,7 @@ class SaveJob(msgspec.Struct, kw_only=True):
     durable: bool = True
     memory: MemorySet | None = None
     metrics: Mapping[str, float] | None = None
+    fault: Fault | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +121,8 @@ class Saver:
         self.committed_step: int | None = None
         self.failures_in_row = 0
         self.last_error: str | None = None
+        self.fault: Fault | None = None
+        """What the write of the next save is to meet."""
 
     def continue_from(self, step: int, checkpoint: str, digest: str | None, *, durable: bool) -> None:
         """`checkpoint`, whose manifest has SHA-256 `digest`, is the newest: the next one names it as parent."""
@@ -134,6 +137,8 @@ class Saver:
         self._begun_ns = job.begun_ns
         job.slot.busy = True
         job.slot.kept = None
+        if job.durable:
+            job.fault, self.fault = self.fault, None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
@@ -226,11 +231,15 @@ class Saver:
         slot, size = job.slot, job.file_bytes
         if job.durable and isinstance(self._root, PosixRoot):
             target = PosixFile(path=str(self._root.path.absolute() / folder / name))
+            if job.fault is not None:
+                self._writer.inject(job.fault, self._timeout_s)
             return self._writer.write(slot.fd, size, target, self._timeout_s, on_sealed=on_sealed)
         sealed = self._writer.seal(slot.fd, size, self._timeout_s)
         on_sealed(sealed)
         if not job.durable:
             return None
+        if job.fault is not None:
+            meet_fault(job.fault, f"{self._root.where}/{folder}/{name}")
         fact = self._root.put_file(folder, name, [slot.view(size)])
         if fingerprint_blocks(slot.view(size))[1] != sealed.fingerprints:
             raise StorageError(f"{name}: the staging buffer changed while it was written")
