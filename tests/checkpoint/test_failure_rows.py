@@ -434,23 +434,6 @@ def test_row_23_failures_are_outlived_until_there_are_too_many_in_a_row(
 # ---- planning
 
 
-def test_row_24_the_plan_is_worked_out_once_and_again_when_a_shape_changes(root: Path) -> None:
-    training = Training()
-    ckpt = checkpointer(root, {**training.state(), "ema": torch.zeros(10)}, FakeRun(MemoryChannel()))
-    ckpt.restore()
-    training.step()  # the optimizer has its tensors from here on
-    planned = []
-    for step in range(1, 7):
-        training.step()
-        ckpt.state["ema"] = torch.full((12,) if step > 4 else (10,), float(step))
-        assert ckpt.save(step)
-        ckpt.wait()
-        assert ckpt.last_committed_step == step
-        planned.append(ckpt._stager.planned)
-    ckpt.close()
-    assert planned == [1, 1, 1, 1, 2, 2]
-
-
 def calls_of(work: Callable[[], object]) -> int:
     """Python functions that `work` calls."""
     count = 0

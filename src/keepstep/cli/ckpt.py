@@ -16,6 +16,14 @@ VERBS: dict[str, Verb] = {
     "release": Verb(
         "keepstep.cli.ckpt_doubt:release_verb", "Let what a suspicion or quarantine kept be deleted.", "checkpoint"
     ),
+    "import": Verb(
+        "keepstep.cli.ckpt_import:import_command", "Make a checkpoint from torch's distributed one.", "checkpoint"
+    ),
+    "export": Verb(
+        "keepstep.cli.ckpt_export:export_command",
+        "Write one for torch's distributed checkpoint, or safetensors.",
+        "checkpoint",
+    ),
     "interval": Verb("keepstep.cli.ckpt_interval:interval", "Say how long to train between checkpoints, and why."),
     "pin": Verb("keepstep.cli.ckpt_pin:pin", "Keep a checkpoint for good, or allow going back to it.", "checkpoint"),
     "keygen": Verb("keepstep.cli.ckpt_keygen:keygen", "Make a key that signs checkpoints.", "checkpoint"),

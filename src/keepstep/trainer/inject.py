@@ -187,7 +187,7 @@ def break_storage(injection: Injection, run: Run) -> None:
 
 
 def corrupt_newest(run: Run) -> None:
-    """Flip one bit in the middle of this rank's file of the newest committed checkpoint, on disk.
+    """Flip one bit in the middle of this rank's file of the newest committed checkpoint, on disk, and of its images in memory.
 
     Waits for the save in flight first, so that "newest" is not overtaken by a save that was already staged.
     """
@@ -197,6 +197,7 @@ def corrupt_newest(run: Run) -> None:
         if folder is None:
             print("keepstep: inject corrupt-checkpoint: no committed checkpoint yet, nothing changed", file=sys.stderr)
             continue
+        checkpointer.damage_images()
         files = sorted(Path(folder).glob("rank-*.safetensors"))
         target = files[min(run.rank, len(files) - 1)]
         with target.open("r+b", buffering=0) as file:

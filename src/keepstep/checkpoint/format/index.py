@@ -20,6 +20,8 @@ from keepstep.records.errors import ConfigError, VerificationError
 RANK_PREFIX = "rank"
 BLOB_NAME = "rank/__values__"
 MAX_WORLD = 1_000_000
+RNG_ABSENT = "absent"
+"""Key that stands in place of a rank's random state when there never was one; its value says why."""
 _STATE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_DIMS = 64
 

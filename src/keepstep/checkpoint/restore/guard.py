@@ -6,16 +6,26 @@ counts, so that rank 0 may move to another host.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange, HighWater, NoStoreError
+from keepstep.checkpoint.restore.freshness import judge
 from keepstep.checkpoint.restore.lineage import Listed
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.trust.manifest import Manifest
-from keepstep.checkpoint.trust.marks import WHOLE_ROOT, FileMarks, MarkStore, file_marks, look_up_mark, root_id
+from keepstep.checkpoint.trust.marks import (
+    WHOLE_ROOT,
+    FileMarks,
+    MarkStore,
+    file_marks,
+    look_up_mark,
+    place_of,
+    root_id,
+)
 from keepstep.checkpoint.trust.permits import Permit, read_permits
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.checkpoint.trust.rollback import (
@@ -24,11 +34,9 @@ from keepstep.checkpoint.trust.rollback import (
     after_commit,
     after_refusal,
     after_restore,
-    check_rollback,
     check_start_at_zero,
     how_to_allow,
     is_newer,
-    marked_state,
     position_of,
 )
 from keepstep.records.codec import to_json
@@ -42,9 +50,10 @@ UNNAMED_RUN = "local"
 class JournalMarks:
     """The mark of one root and scope in the coordinator's journal."""
 
-    def __init__(self, channel: Exchange, root: str, scope: str) -> None:
+    def __init__(self, channel: Exchange, root: Root, scope: str) -> None:
         self._channel = channel
-        self._key = root if scope == WHOLE_ROOT else f"{root}:{scope}"
+        # Within a run a root stays where it is, and its place is nothing that who writes to it could change.
+        self._key = hashlib.sha256(f"{place_of(root)}\n{scope}".encode()).hexdigest()
 
     def get(self) -> Mark | None:
         """See MarkStore. Raises NoStoreError without a launcher."""
@@ -68,11 +77,11 @@ class Guard:
         self._stores: list[MarkStore] = []
         scope = scope or WHOLE_ROOT
         try:
-            name = root_id(root)
+            root_id(root)
         except StorageError:  # a root that takes no id can be restored from, and is never written to
             self.mark = look_up_mark(root, scope)
         else:
-            self._stores = [file_marks(root, scope), JournalMarks(channel, name, scope)]
+            self._stores = [file_marks(root, scope), JournalMarks(channel, root, scope)]
             self.mark = self._newest()
         self._permits: list[Permit] = []
         if self.mark is not None:
@@ -112,21 +121,9 @@ class Guard:
         mark = self.mark
         if mark is None or entry.manifest is None:
             return Ruling(action="restore")
-        own = next((item for item in found if item.name.text == mark.at.checkpoint), None)
-        state = marked_state(
-            mark,
-            present=own is not None,
-            committed=own is not None and own.committed and not own.tombstoned,
-            digest=own.manifest.digest if own is not None and own.manifest is not None else None,
-            quarantined=own is not None and own.quarantined,
-            rejected=mark.at.checkpoint in rejected,
-            distrusted=own is not None and own.distrust is not None,
-            abandoned=own is not None and own.abandoned_by is not None,
-        )
-        candidate = position_of(entry.manifest, entry.name.text)
-        ruling = check_rollback(candidate, mark, state, self._permits)
+        ruling = judge(entry, found, mark, self._permits, rejected)
         if ruling.action == "refuse":
-            command = how_to_allow(self._root.where, candidate, mark)
+            command = how_to_allow(self._root.where, position_of(entry.manifest, entry.name.text), mark)
             return msgspec.structs.replace(ruling, reason=f"{ruling.reason}. To go back on purpose: {command}")
         return ruling
 

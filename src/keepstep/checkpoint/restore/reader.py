@@ -237,15 +237,18 @@ def land(
     wanted: Mapping[str, Box],
     spans_of: Callable[[int], Mapping[str, Span]],
     file_name: Callable[[int], str],
+    *,
+    room_for: Callable[[int], memoryview] = allocate,
 ) -> tuple[Landing, dict[int, list[Take]]]:
     """Memory for `wanted`, the boxes of tensors, and what to take from which rank's file to fill it.
 
     The boxes lie in the order in which a file has them, so that the same layout is read in long runs. `spans_of` gives the
-    verified header of a rank's file. Raises VerificationError when a header is not what the index says, or bytes are missing.
+    verified header of a rank's file, `room_for(n)` n bytes of memory. Raises VerificationError when a header is not what the
+    index says, or bytes are missing.
     """
     order = sorted(wanted, key=lambda name: (-ITEM_BYTES[plan.tensors[name].dtype], name))
     sizes = {name: wanted[name].elements * ITEM_BYTES[plan.tensors[name].dtype] for name in order}
-    room = allocate(sum(sizes.values()))
+    room = room_for(sum(sizes.values()))
     landing, takes, at = Landing(buffers={}, strided=[]), dict[int, list[Take]](), 0
     for name in order:
         landing.buffers[name] = room[at : at + sizes[name]]

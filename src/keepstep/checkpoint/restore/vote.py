@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.restore.freshness import leaves_behind
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
@@ -43,11 +44,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rejected(msgspec.Struct, frozen=True):
-    """A candidate that was refused. `distrust`: nothing is damaged, it is signed by a key that is not trusted here."""
+    """A candidate that was refused. `distrust`: nothing is damaged, the policy does not accept who signed it."""
 
     record: QuarantineRecord
     root: Root
-    distrust: bool
+    distrust: str | None
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -229,18 +230,17 @@ def _accept(
 ) -> None:
     """All ranks took the candidate: move the mark, and settle what became of those that were refused before it."""
     for refused in rejected:
-        if refused.distrust:
+        if refused.distrust == "key":
             # One checkpoint did verify with this policy, so the policy is right and the others are not ours.
             _quarantine(task, refused)
     if task.places[item.place] is not task.memory:
         assert task.guard is not None
-        beyond = any(entry.committed and entry.name.step > item.entry.name.step for entry in lasting)
         task.guard.restored(
             item.entry,
             run=task.run_id,
             life_started_ns=life.started_ns,
             permit=ruling.permit,
-            left_behind=beyond,
+            left_behind=leaves_behind(item.entry, lasting, task.guard.mark),
         )
 
 
@@ -299,13 +299,13 @@ def _reject(
     )
     if source is not task.memory:
         # What memory holds ends with the job; the same checkpoint may still be whole where it lasts.
-        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust == "key")
+        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust)
         rejected.append(refused)
         if distrust is None:
             _quarantine(task, refused)
     fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
     with contextlib.suppress(ChannelError):
-        task.channel.report("quarantined", fields)
+        task.channel.report("quarantined" if source is not task.memory else "image_refused", fields)
 
 
 def _quarantine(task: Restore, refused: _Rejected) -> None:
@@ -324,7 +324,7 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
     if committed:
         newest = committed[0]
         why = rejected[0].record.reason if rejected else _why_not(task.places[newest.place], newest.entry)
-        keys = sum(item.distrust for item in rejected)
+        keys = sum(item.distrust == "key" for item in rejected)
         hint = f"; {keys} are signed by somebody who is not trusted here (--trust-key)" if keys else ""
         raise RefuseToStartError(
             f"{task.where} holds {len(committed)} committed checkpoints, but none can be restored. "
@@ -350,6 +350,8 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
 def _why_not(source: Source, entry: Listed) -> str:
     if entry.quarantined:
         return f"quarantined, see its record in {source.where}"
+    if entry.tombstoned:
+        return "its deletion was begun"
     return f"abandoned by {entry.abandoned_by}" if entry.abandoned_by else (entry.error or "unknown")
 
 
@@ -371,8 +373,8 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.files(life.checkpoint) is None:
-            return None, {"ok": False, "absent": True, "reason": "no such folder"}
+        if source.marker(life.checkpoint) is None:
+            return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
         return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}

@@ -14,7 +14,15 @@ import msgspec
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.writer import FileFact
-from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
+from keepstep.checkpoint.trust.manifest import (
+    Facts,
+    Manifest,
+    Writer,
+    build_statement,
+    parse_manifest,
+    plain_metrics,
+    sign_statement,
+)
 from keepstep.checkpoint.trust.signers import Signer, as_signer
 from keepstep.records.codec import rfc3339, to_json
 from keepstep.records.errors import StorageError
@@ -50,7 +58,7 @@ def writer_facts(
         restored_from=restored_from,
         scope=scope,
         life_started_ns=life_started_ns,
-        metrics=dict(metrics or {}),
+        metrics=plain_metrics(metrics),
     )
 
 

@@ -39,12 +39,15 @@ _LOOK_EVERY_S = 1.0
 class SaveJob(msgspec.Struct, kw_only=True):
     """One staged save of this rank. The slot is not touched again before the save is over.
 
+    `stream` writes the image to a path from the training's own tensors when it could not be staged: then training waits
+    for `written`.
+
     `durable`: written to the root; otherwise it is kept in memory only. `memory`: what keeps it there, None for not at all. `plan`
     is the digest of what all ranks are to save. `fault`: what this rank's write is to meet (`--inject`).
     """
 
     name: FolderName
-    slot: Slot
+    slot: Slot | None
     file_bytes: int
     index: Index
     plan: str
@@ -57,6 +60,8 @@ class SaveJob(msgspec.Struct, kw_only=True):
     durable: bool = True
     memory: MemorySet | None = None
     metrics: Mapping[str, float] | None = None
+    stream: Callable[[Path], FileFact] | None = None
+    written: threading.Event | None = None
     fault: Fault | None = None
 
 
@@ -135,8 +140,8 @@ class Saver:
         assert self._thread is None, "one save in flight"
         self._number += 1
         self._begun_ns = job.begun_ns
-        job.slot.busy = True
-        job.slot.kept = None
+        if job.slot is not None:
+            job.slot.busy, job.slot.kept = True, None
         if job.durable:
             job.fault, self.fault = self.fault, None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
@@ -192,8 +197,10 @@ class Saver:
         if outcome.checkpoint is not None and job.durable:
             self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
-        job.slot.kept = outcome.step if outcome.kept else None
-        job.slot.busy = False
+        if job.slot is not None:
+            job.slot.busy, job.slot.kept = False, outcome.step if outcome.kept else None
+        if job.written is not None:
+            job.written.set()  # also when it failed before it came to writing
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
@@ -224,6 +231,9 @@ class Saver:
         if self._delay_s and job.durable:
             time.sleep(self._delay_s)
         name = rank_file_name(self._rank, self._world_size)
+        if job.stream is not None:
+            return self._stream(job.stream, job, folder, name, number)
+        assert job.slot is not None
 
         def on_sealed(sealed: Sealed) -> None:
             self._keep_own(job, folder, name, sealed, number)
@@ -244,6 +254,25 @@ class Saver:
         if fingerprint_blocks(slot.view(size))[1] != sealed.fingerprints:
             raise StorageError(f"{name}: the staging buffer changed while it was written")
         return msgspec.structs.replace(fact, blocks=sealed.blocks)
+
+    def _stream(
+        self,
+        stream: Callable[[Path], FileFact],
+        job: SaveJob,
+        folder: str,
+        name: str,
+        number: int,
+    ) -> FileFact:
+        assert isinstance(self._root, PosixRoot)
+        with contextlib.suppress(ChannelError):
+            self._channel.set(f"ckpt/{number}/sealed/{self._rank}", {"error": "the image could not be staged"})
+        try:
+            if job.fault is not None:
+                meet_fault(job.fault, f"{self._root.where}/{folder}/{name}")
+            return stream(self._root.path.absolute() / folder / name)
+        finally:
+            if job.written is not None:
+                job.written.set()
 
     def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
         """Keep the sealed image in memory and say so; that this fails is no failure of the save."""

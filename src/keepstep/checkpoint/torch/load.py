@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpoint.format.boxes import Box, local_box, whole
+from keepstep.checkpoint.format.boxes import REPLICATE, Box, local_box, whole
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.index import Index, RankValues
 from keepstep.checkpoint.format.layout import INDEX_NAME
@@ -62,7 +62,8 @@ def _target(name: str, meta: TensorMeta, ours: Any, index: Index, live: Captured
     mesh = index.meshes[meta.mesh]
     if mesh in live.meshes:
         device_mesh = live.device_meshes[live.meshes.index(mesh)]
-        return _sharded_target(meta, device_mesh, tuple(sharded.placements_from(meta.placements)), rank, name)
+        placements = sharded.placements_from(meta.placements[: device_mesh.mesh.dim()])
+        return _sharded_target(meta, device_mesh, tuple(placements), rank, name)
     raise RefuseToStartError(
         f"{checkpoint}: {name!r} was saved sharded over {list(mesh.shape)} ranks, and nothing in the script says how it is to lie "
         "now; make that state before restore() (e.g. give optimizers as torch.optim.Optimizer objects)"
@@ -70,12 +71,12 @@ def _target(name: str, meta: TensorMeta, ours: Any, index: Index, live: Captured
 
 
 def _sharded_target(meta: TensorMeta, device_mesh: Any, placements: tuple[Any, ...], rank: int, name: str) -> Target:
-    world = int(device_mesh.mesh.max()) + 1
-    mesh = sharded.mesh_of(device_mesh, world)
+    mesh = sharded.mesh_of(device_mesh, rank + 1)
     coordinate = mesh.coordinate(rank)
     if coordinate is None:
         return Target(Box((0,) * len(meta.shape), (0,) * len(meta.shape)), device_mesh, placements)
     texts = sharded.texts_of(placements, max(1, len(meta.shape)), name)
+    texts += (REPLICATE,) * (len(mesh.shape) - len(texts))
     return Target(local_box(meta.shape, mesh.shape, texts, coordinate), device_mesh, placements)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from keepstep.checkpoint.format.index import RNG_ABSENT
 from keepstep.records.errors import RefuseToStartError
 
 
@@ -32,7 +34,18 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Any, checkpoint: str) -> None:
-    """Set what `rng_state` gave. Raises RefuseToStartError when a part is missing or does not fit this process."""
+    """Set what `rng_state` gave. Raises RefuseToStartError when a part is missing or does not fit this process.
+
+    A checkpoint made from another tool's files says that there never was one; then this process keeps its own.
+    """
+    if isinstance(state, dict) and RNG_ABSENT in state:
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"keepstep: WARNING: {checkpoint}: {state[RNG_ABSENT]}; random numbers go on as the script seeded them",
+                file=sys.stderr,
+                flush=True,
+            )
+        return
     if not isinstance(state, dict) or "torch" not in state or "python" not in state:
         raise RefuseToStartError(f"{checkpoint} holds no random state for this rank")
     cuda = state.get("cuda")

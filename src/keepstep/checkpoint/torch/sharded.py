@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.format.boxes import Box, Mesh, local_box
+from keepstep.checkpoint.format.boxes import REPLICATE, Box, Mesh, local_box
 from keepstep.records.errors import ConfigError
 
 
@@ -25,15 +25,26 @@ def local_of(value: Any) -> torch.Tensor:
 
 
 def mesh_of(device_mesh: Any, world_size: int) -> Mesh:
-    """A DeviceMesh as the index writes it."""
-    ranks = tuple(int(rank) for rank in device_mesh.mesh.reshape(-1).tolist())
+    """A DeviceMesh as the index writes it; one that was sliced out of a larger mesh as that, its own dimensions first.
+
+    A parameter on mesh["dp"] of a (dp, tp) mesh is on another slice in each tp rank, and the same parameter all the same: over the
+    dimensions that the slice leaves out it is replicated.
+    """
+    grid = device_mesh.mesh
+    root = device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
+    names, all_names = device_mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if root is not device_mesh and names and set(names) <= set(all_names):
+        dims = [all_names.index(name) for name in names]
+        grid = root.mesh.permute(*dims, *(dim for dim in range(root.mesh.dim()) if dim not in dims))
+    ranks = tuple(int(rank) for rank in grid.reshape(-1).tolist())
     plain = ranks == tuple(range(len(ranks))) and len(ranks) <= world_size
-    return Mesh(tuple(int(size) for size in device_mesh.mesh.shape), () if plain else ranks)
+    return Mesh(tuple(int(size) for size in grid.shape), () if plain else ranks)
 
 
-def placement_texts(value: Any, path: str) -> tuple[str, ...]:
-    """Placements of a DTensor as the index writes them. Raises ConfigError for one that has no saved form."""
-    return texts_of(value.placements, value.dim(), path)
+def placement_texts(value: Any, mesh: Mesh, path: str) -> tuple[str, ...]:
+    """Placements of a DTensor on `mesh` as the index writes them. Raises ConfigError for one that has no saved form."""
+    texts = texts_of(value.placements, value.dim(), path)
+    return texts + (REPLICATE,) * (len(mesh.shape) - len(texts))
 
 
 def texts_of(placements: Sequence[Any], dims: int, path: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ after it was moved.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from keepstep.checkpoint.storage.source import Root
-from keepstep.checkpoint.storage.writer import replace_file, storage_error
+from keepstep.checkpoint.storage.writer import make_folders, replace_file, storage_error
 from keepstep.checkpoint.trust.keys import ENV_HOME
 from keepstep.checkpoint.trust.rollback import Mark
 from keepstep.records.codec import to_pretty_json
@@ -145,10 +146,7 @@ class FileMarks(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def _write(self, places: _Places) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise storage_error("create", self.folder, error) from error
+        make_folders(self.folder, 0o700)
         replace_file(self.folder / f"{places.root}.json", to_pretty_json(places))
 
 
@@ -157,15 +155,21 @@ def _without(places: dict[str, dict[str, Mark]], where: str) -> dict[str, dict[s
 
 
 def file_marks(root: Root, scope: str) -> FileMarks:
-    """The mark of `root` in the user's keepstep folder. Raises StorageError (the root has no id and takes none)."""
-    return FileMarks(root=root_id(root), where=_place(root), scope=scope, folder=marks_folder())
+    """The mark of `root` in the user's keepstep folder. A root that takes no id is known by its place alone."""
+    where = place_of(root)
+    try:
+        known = root_id(root)
+    except StorageError:
+        known = hashlib.sha256(where.encode()).hexdigest()[:32]
+    return FileMarks(root=known, where=where, scope=scope, folder=marks_folder())
 
 
 def look_up_mark(root: Root, scope: str) -> Mark | None:
     """The mark of `root` in the user's keepstep folder, writing nothing. Raises StorageError."""
     known = _read_root_id(root) or ""
-    return FileMarks(root=known, where=_place(root), scope=scope, folder=marks_folder()).get()
+    return FileMarks(root=known, where=place_of(root), scope=scope, folder=marks_folder()).get()
 
 
-def _place(root: Root) -> str:
+def place_of(root: Root) -> str:
+    """Where `root` is: its URL, or its path with all links followed."""
     return root.where if "://" in root.where else str(Path(root.where).resolve())

@@ -32,6 +32,7 @@ NOTES = frozenset(
             "committed",
             "ckpt_failed",
             "quarantined",
+            "image_refused",
             "rollback_announced",
             "tier_reached",
             "drain",

@@ -28,6 +28,7 @@ MARK_KINDS = {
     "tier_reached": "checkpoint.tier_reached",
     "ckpt_failed": "checkpoint.failed",
     "quarantined": "checkpoint.quarantined",
+    "image_refused": "checkpoint.image_refused",
     "fault": "cycle.fault",
     "captured": "cycle.captured",
     "stopped": "cycle.stopped",
@@ -63,11 +64,12 @@ SEVERITIES = {
     "node.excluded": "warning",
     "checkpoint.failed": "error",
     "checkpoint.quarantined": "warning",
+    "checkpoint.image_refused": "warning",
     "coordinator.gap": "warning",
     "job.stop_requested": "warning",
 }
 PLACES = ("node", "rank", "cycle")
-BULKY = ("anchor", "layout", "statuses", "failures", "completed", "agent_store", "hosts_store")
+BULKY = ("anchor", "layout", "statuses", "failures", "completed", "agent_store", "hosts_store", "detail")
 """Fields of records that grow with the number of ranks, or say nothing to people."""
 
 
