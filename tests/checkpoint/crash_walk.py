@@ -14,8 +14,9 @@ restores. There are four ways to go:
     data    as before, and what was written to files without an fsync is lost: such files are empty
     names   as before, and what was made in folders without an fsync of the folder is gone again
 
-The last two are what a power cut may leave of the page cache. With POINTS only that many calls, evenly spread, are taken, each
-one way. Prints JSON: the calls, and for each end [number of the call, from 1; way; step restored].
+The last two are what a power cut may leave of the page cache; they are tried where there is something to lose. With POINTS only
+that many calls, evenly spread, are taken, each one way. Prints JSON: the calls, and for each end [number of the call, from 1;
+way; step restored].
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tests.checkpoint.support import FakeRun, Loader, checkpointer, flip_bit
@@ -39,7 +40,6 @@ from keepstep.trainer.channel import MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
 
 Way = Literal["before", "after", "data", "names"]
-WAYS: tuple[Way, ...] = get_args(Way)
 BY_PATH = ("mkdir", "unlink", "rmdir", "rename", "replace", "link", "symlink", "truncate")
 BY_FD = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate", "posix_fallocate")
 
@@ -50,7 +50,9 @@ class Tracer:
     def __init__(self, folder: Path, end_at: int, way: Way) -> None:
         """`end_at` 0: never."""
         self.calls: list[str] = []
-        self._folder = f"{folder}/"
+        self.ways: list[list[Way]] = []
+        """Ways to go at each call."""
+        self._folder = str(folder)
         self._end_at, self._way = end_at, way
         self._unsynced: set[str] = set()  # files with data that is only in the page cache
         self._unnamed: dict[str, Literal["file", "folder"]] = {}  # made, and the folder not synced since
@@ -70,9 +72,11 @@ class Tracer:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             path = str(place(*args, **kwargs))
-            if not path.startswith(self._folder):
+            if path != self._folder and not path.startswith(f"{self._folder}/"):
                 return real(*args, **kwargs)
-            self.calls.append(f"{name} {path.removeprefix(self._folder)}")
+            self.calls.append(f"{name} {path.removeprefix(self._folder).lstrip('/')}")
+            ways: list[Way] = ["before", "after"]
+            self.ways.append(ways + ["data"] * bool(self._unsynced) + ["names"] * bool(self._unnamed))
             here = len(self.calls) == self._end_at
             if here and self._way == "before" and name == "write":
                 real(args[0], memoryview(args[1])[: len(args[1]) // 2])
@@ -198,14 +202,14 @@ class Walk:
             tracer.install()
         save(ckpt, step + 1)
 
-    def calls(self) -> list[str]:
-        """The calls of a run that nothing ends. What it imports late is imported here, once for all."""
+    def calls(self) -> tuple[list[str], list[list[Way]]]:
+        """The calls of a run that nothing ends, and the ways to end at each. What it imports is imported here, once for all."""
         record, modules = self.folder.parent / "calls", self.folder.parent / "modules"
 
         def work() -> int:
             tracer = Tracer(self.folder, 0, "before")
             self.run(tracer)
-            record.write_text("\n".join(tracer.calls))
+            record.write_text(json.dumps([tracer.calls, tracer.ways]))
             modules.write_text("\n".join(sys.modules))
             return 0
 
@@ -213,7 +217,8 @@ class Walk:
         for name in modules.read_text().splitlines():
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        return record.read_text().splitlines()
+        calls, ways = json.loads(record.read_text())
+        return calls, ways
 
     def point(self, number: int, way: Way) -> int:
         """End a run at call `number`; the step that is restored then."""
@@ -234,12 +239,12 @@ def main() -> int:
     what, folder = sys.argv[1], Path(sys.argv[2])
     walk = Walk(what, folder)
     walk.prepare()
-    calls = walk.calls()
-    points = [(number, way) for way in WAYS for number in range(1, len(calls) + 1)]
+    calls, ways = walk.calls()
+    points = [(number, way) for number in range(1, len(calls) + 1) for way in ways[number - 1]]
     if len(sys.argv) > 3:
         wanted = int(sys.argv[3])
         numbers = sorted({1 + at * (len(calls) - 1) // (wanted - 1) for at in range(wanted)})
-        points = [(number, WAYS[place % len(WAYS)]) for place, number in enumerate(numbers)]
+        points = [(number, ways[number - 1][place % len(ways[number - 1])]) for place, number in enumerate(numbers)]
     ends = [(number, way, walk.point(number, way)) for number, way in points]
     print(json.dumps({"calls": calls, "ends": ends}))
     return 0

@@ -227,7 +227,7 @@ def test_row_10_a_staging_buffer_that_is_reused_too_early_fails_the_save(
     ckpt = checkpointer(root, {"w": torch.zeros(300_000)}, FakeRun(MemoryChannel()))
 
     def reused(target: PosixTarget, view: memoryview, offset: int) -> None:
-        memory = ckpt._slots.all[0].memory
+        memory = ckpt._staging.slots.all[0].memory
         assert memory is not None
         memory[900_000] ^= 1  # the next staging begins before this write has read the buffer
         real(target, view, offset)
