@@ -9,9 +9,11 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.checkpoint.support import (
     save_steps,
 )
 from tests.disks import small_tmpfs
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keepstep.checkpoint.format.boxes import Mesh
 from keepstep.checkpoint.format.image import tensor_table
@@ -429,6 +432,55 @@ def test_row_23_failures_are_outlived_until_there_are_too_many_in_a_row(
     assert len(channel.of_kind("ckpt_failed")) == 2 * limit - 1
     assert [fields["step"] for fields in channel.of_kind("committed")] == [limit]
     capfd.readouterr()
+
+
+_BESIDE_COLLECTIVES = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from keepstep.trainer.channel import StoreChannel
+from tests.checkpoint.support import FakeRun, Loader, checkpointer
+
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+limit = timedelta(seconds=40)
+store = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/group", 2), rank=rank, world_size=2, timeout=limit)
+run = FakeRun(StoreChannel(store, "keepstep/job7/0"), rank=rank, world_size=2)
+ckpt = checkpointer(f"{folder}/root", {"w": torch.zeros(40_000), "loader": Loader(rank)}, run)
+ckpt.restore()
+for step in range(1, 9):
+    total = torch.tensor(float(step))
+    if (step + rank) % 2:
+        ckpt.save(step)
+    dist.all_reduce(total)
+    if not (step + rank) % 2:
+        ckpt.save(step)
+    dist.barrier()  # with the save still in flight
+    assert total == 2 * step
+dist.destroy_process_group()
+ckpt.save(9)
+ckpt.close()
+print(ckpt.last_committed_step, ckpt._saver.last_error)
+"""
+
+
+def test_row_13_saves_cross_collectives_of_the_training_and_need_no_group(root: Path, tmp_path: Path) -> None:
+    """One rank saves before a collective, the other after it; in one shared group that would be a deadlock."""
+    host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=40), wait_for_workers=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *(p for p in sys.path if p)])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _BESIDE_COLLECTIVES, str(rank), str(host.port), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    ended = [(process.communicate(timeout=80), process.returncode) for process in ranks]
+    assert [(out, code) for (out, _), code in ended] == [("9 None\n", 0)] * 2, ended
+    assert len(committed(root)) == 9
 
 
 # ---- planning
