@@ -27,6 +27,7 @@ MarkKind = Literal[
     "tier_reached",  # a checkpoint is complete in one more place. attrs: step, checkpoint, tier ("shm"|"peer"|...), files
     "ckpt_failed",  # a save failed. attrs: step, error
     "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason
+    "image_refused",  # an image in memory was refused at restore. attrs: checkpoint, step, reason, tier
     "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason
     "fault",  # attrs: occurred_ns, detected_ns, rank, node, kind, cause ("hardware", ..., "unknown"), completed_step
     "captured",  # evidence of living ranks is on disk (teardown begins)
