@@ -22,6 +22,7 @@ way; step restored].
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -182,13 +183,18 @@ class Walk:
         self.folder.mkdir(parents=True)
         steps = {"save": [1], "first": [], "quarantine": [1, 2]}[self.what]
         for cycle, step in enumerate(steps):
-            assert forked(lambda cycle=cycle, step=step: save(life(self.root, cycle)[0], step) or 0) == 0  # type: ignore[misc]
+            assert forked(functools.partial(self.one_save, cycle, step)) == 0
         if self.what == "first":
             self.root.mkdir()
         if self.what == "quarantine":
             (newest,) = self.root.glob("*-step-00000002-*/rank-*")
             flip_bit(newest, -1)
         shutil.copytree(self.folder, self.template)
+
+    def one_save(self, cycle: int, step: int) -> int:
+        """A life that commits `step`."""
+        save(life(self.root, cycle)[0], step)
+        return 0
 
     def run(self, tracer: Tracer) -> None:
         """What is ended at every call."""
