@@ -26,6 +26,7 @@ from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import StoreOptions, open_root, store_options
+from keepstep.checkpoint.storage.targets import Fault
 from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
     TrustOptions,
@@ -556,6 +557,10 @@ class Checkpointer:
         if median_s is None:
             return None
         return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR)
+
+    def inject_fault(self, fault: Fault) -> None:
+        """The write of this rank's next save meets `fault` (`--inject storage-error`, `storage-stall`)."""
+        self._saver.fault = fault
 
     def damage_images(self) -> None:
         """Flip a bit in every image of this rank that is kept in memory (for the injection of that name)."""

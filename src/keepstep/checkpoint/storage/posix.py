@@ -31,7 +31,14 @@ from keepstep.checkpoint.format.layout import (
     parse_folder_name,
 )
 from keepstep.checkpoint.storage.source import MAX_RECORD_BYTES, check_record_name
-from keepstep.checkpoint.storage.writer import FileFact, fsync_folder, replace_file, storage_error, write_file
+from keepstep.checkpoint.storage.writer import (
+    FileFact,
+    fsync_folder,
+    make_folders,
+    replace_file,
+    storage_error,
+    write_file,
+)
 from keepstep.records.errors import StorageError, VerificationError
 
 LUSTRE_MAGIC = 0x0BD00BD0
@@ -191,7 +198,7 @@ class PosixRoot(msgspec.Struct, frozen=True):
         """See source.Sink."""
         root = self.path
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folders(root)
             for retry in range(_MAX_TRIES):
                 text = FolderName(name.step, name.cycle, name.attempt, retry, name.run_id).text
                 try:
@@ -237,10 +244,7 @@ class PosixRoot(msgspec.Struct, frozen=True):
     def put_record(self, kind: str, name: str, data: bytes) -> str:
         """See source.Sink."""
         path = self.path / SIDE_FOLDER / check_record_name(kind, name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("create", path.parent, error) from error
+        make_folders(path.parent)
         if os.path.lexists(path):
             try:
                 same = _read_small(path, MAX_RECORD_BYTES) == data
