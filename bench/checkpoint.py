@@ -36,7 +36,9 @@ Measured = dict[str, dict[str, list[float]]]
 """variant -> what was measured -> seconds."""
 
 
-def job(script: str, folder: Path, arguments: list[str], flags: list[str] | None = None, limit_s: float = 600.0) -> Path:
+def job(
+    script: str, folder: Path, arguments: list[str], flags: list[str] | None = None, limit_s: float = 600.0
+) -> Path:
     """One two-rank job of a script under `keepstep run`; returns its run folder. Raises SystemExit with its output."""
     where = folder / script
     where.mkdir(parents=True)
@@ -53,7 +55,9 @@ def slower(parts: list[Measured]) -> Measured:
     """The slower rank's seconds, repeat by repeat."""
     first = parts[0]
     return {
-        variant: {what: [max(values) for values in zip(*(p[variant][what] for p in parts), strict=True)] for what in rows}
+        variant: {
+            what: [max(values) for values in zip(*(p[variant][what] for p in parts), strict=True)] for what in rows
+        }
         for variant, rows in first.items()
     }
 
@@ -167,7 +171,14 @@ def targets_of(
     return [
         Target("block_ratio_memcpy", ours["block"] / copy, "ratio", "<=", 1.3, f"blocking / {copy_name}"),
         Target("block_ratio_best_dcp", ours["block"] / best_dcp, "ratio", "<=", 0.5, f"blocking / that of {dcp_name}"),
-        Target("durable_ratio_raw", raw_write / ours["total"], "ratio", ">=", 0.8, "raw write + fsync / save to durable, times"),
+        Target(
+            "durable_ratio_raw",
+            raw_write / ours["total"],
+            "ratio",
+            ">=",
+            0.8,
+            "raw write + fsync / save to durable, times",
+        ),
         Target(
             "load_ratio_raw",
             None if disk is None else raw_read / disk,
@@ -212,13 +223,25 @@ def results_of(
         for what, values in rows.items()
     ]
     results += [
-        Result("load, cold" if tier != "shm" else "load", tier if "raw" in tier else f"keepstep from {tier}", "s", rows["total"])
+        Result(
+            "load, cold" if tier != "shm" else "load",
+            tier if "raw" in tier else f"keepstep from {tier}",
+            "s",
+            rows["total"],
+        )
         for tier, rows in loads.items()
     ]
     results += [Result("verify a folder, cold", name, "s", rows["total"]) for name, rows in verify.items()]
     results += [Result("memory each save adds", process, "MB", [value]) for process, value in slopes.items()]
     for name, unit in (("write_s", "s"), ("read_s", "s"), ("reshard_read_s", "s"), ("peak_mb", "MB")):
-        results.append(Result(f"16,384 ranks, 1,000 tensors: {name.rpartition('_')[0].replace('_', ' ')}", "keepstep", unit, [ranks[name]]))
+        results.append(
+            Result(
+                f"16,384 ranks, 1,000 tensors: {name.rpartition('_')[0].replace('_', ' ')}",
+                "keepstep",
+                unit,
+                [ranks[name]],
+            )
+        )
     results.append(Result("one save", "keepstep", "MB", [loads["raw read"]["bytes"][0] / 1e6]))
     results.append(Result("load average at the end", "machine", "", [os.getloadavg()[0]]))
     return results

@@ -44,7 +44,10 @@ def write(root: Root, tensors: int, ranks: int) -> str:
     blocks = "blake3:" + hashlib.sha256(b"blocks").hexdigest()
     files = [
         FileFact(
-            name=rank_file_name(rank, ranks), size_bytes=size, sha256=hashlib.sha256(b"%d" % rank).hexdigest(), blocks=blocks
+            name=rank_file_name(rank, ranks),
+            size_bytes=size,
+            sha256=hashlib.sha256(b"%d" % rank).hexdigest(),
+            blocks=blocks,
         )
         for rank in range(ranks)
     ]

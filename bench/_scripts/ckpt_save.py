@@ -132,7 +132,9 @@ class Bench:
         block = timed(save)
         begin = time.perf_counter()
         done[0].result()
-        self.times.note(f"dcp.{variant.replace('async ', 'async_save ')}", block=block, total=block + time.perf_counter() - begin)
+        self.times.note(
+            f"dcp.{variant.replace('async ', 'async_save ')}", block=block, total=block + time.perf_counter() - begin
+        )
 
     # ---- keepstep
 

@@ -44,9 +44,7 @@ def main() -> None:
     mesh = start()
     model = make_model(mesh, layers=10, width=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    checkpointer = ks.Checkpointer(
-        args.folder / "soak", {"model": model, "optim": optimizer}, every_steps=1_000_000
-    )
+    checkpointer = ks.Checkpointer(args.folder / "soak", {"model": model, "optim": optimizer}, every_steps=1_000_000)
     checkpointer.restore()
     train_step(model, optimizer)
     rows: dict[str, list[int]] = {"rank": [], "writer": [], "agent": []}

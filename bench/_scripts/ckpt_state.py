@@ -95,7 +95,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """This rank's memory of everything that is saved."""
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    moments = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     whole = [*model.parameters(), *moments]
     return [value.to_local().detach() if isinstance(value, DTensor) else value for value in whole]
 
