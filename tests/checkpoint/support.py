@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from keepstep.checkpoint.restore.verify import VerifyReport, verify_checkpoint
 from keepstep.checkpoint.storage.source import open_root
 from keepstep.checkpoint.trust.keys import trusted_public_key
+from keepstep.checkpoint.trust.marks import marks_folder
 from keepstep.records.errors import StorageError
 from keepstep.trainer.channel import Channel, MemoryChannel
 from keepstep.trainer.checkpointer import Checkpointer
@@ -202,6 +204,11 @@ def restore_value(root: Path, *, world_size: int = 1, cycle: int = 1, **options:
         return step, float(ckpt.state["w"][0])
 
     return run_ranks(world_size, body)
+
+
+def forget_marks() -> None:
+    """Make this installation forget which checkpoint of which root is the newest, as a new one would."""
+    shutil.rmtree(marks_folder(), ignore_errors=True)
 
 
 def report_of(folder: Path, **options: Any) -> VerifyReport:

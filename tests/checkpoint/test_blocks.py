@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.format import blocks
 from keepstep.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.writer import FileFact, write_file
 from keepstep.checkpoint.trust.keys import public_key_path, signing_key
 from keepstep.checkpoint.trust.manifest import build_statement, parse_manifest
@@ -151,11 +152,11 @@ def test_manifest_with_an_impossible_size_is_refused() -> None:
 
 @pytest.mark.slow
 def test_reference_tool_passes_over_the_field(root: Path) -> None:
-    folder = make_folder(root, NAME)
+    folder = root / PosixRoot(root).make_folder(NAME)
     file = write_file(folder / "f.bin", [bytes(5000)])
     facts = writer_facts(NAME, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5)
     named = FileFact(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256, blocks=FIELD)
-    commit(folder, [named], facts, signing_key())
+    commit(PosixRoot(root), folder.name, [named], facts, signing_key())
     command = [sys.executable, "-m", "model_signing", "verify", "key", str(folder)]
     command += ["--signature", str(folder / MARKER_SIGNED), "--public_key", str(public_key_path())]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

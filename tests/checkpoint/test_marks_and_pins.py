@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from keepstep.checkpoint.exchange import HighWater
 from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.keeping.pins import delete_pin, new_pin, read_pin, write_pin
+from keepstep.checkpoint.restore.guard import JournalMarks
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.trust.marks import WHOLE_ROOT, file_marks, look_up_mark, marks_folder, root_id
+from keepstep.checkpoint.trust.marks import (
+    WHOLE_ROOT,
+    file_marks,
+    look_up_mark,
+    marks_folder,
+    root_id,
+)
 from keepstep.checkpoint.trust.rollback import Mark, Position
-from keepstep.records.errors import StorageError
+from keepstep.launcher import messages as m
+from keepstep.launcher.coordination.highwater import raise_high_water
+from keepstep.records.errors import ChannelError, StorageError
+from keepstep.trainer.channel import MemoryChannel
 
 
 def mark_at(step: int) -> Mark:
@@ -26,6 +39,28 @@ def mark_at(step: int) -> Mark:
         created_ns=step,
     )
     return Mark(at=at)
+
+
+class JournalChannel(MemoryChannel):
+    """Keeps marks by the coordinator's own rule and through its own messages, as JSON on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, m.HighWater] = {}
+        self.records: list[dict[str, Any]] = []
+
+    def mark_get(self, root_id: str) -> HighWater | None:
+        held = self.held.get(root_id)
+        return None if held is None else msgspec.json.decode(msgspec.json.encode(held), type=HighWater)
+
+    def mark_set(self, root_id: str, mark: HighWater, rebase: str = "") -> None:
+        sent = msgspec.json.decode(msgspec.json.encode(mark), type=m.HighWater)
+        message = m.MarkSet(id=1, cycle=0, root_id=root_id, mark=sent, rebase=rebase)
+        records, refused = raise_high_water(self.held, message, 1)
+        if refused is not None:
+            raise ChannelError(refused)
+        self.records += records
+        self.held |= {record["root_id"]: sent for record in records}
 
 
 def id_file(root: Path) -> Path:
@@ -103,10 +138,41 @@ class TestMarks:
 
     @pytest.mark.parametrize("content", [b"", b'{"id": "../../x"}', b'{"id": ""}', b'{"id": 5}'])
     def test_hostile_ids(self, root: Path, content: bytes) -> None:
-        root_id(PosixRoot(root))
+        file_marks(PosixRoot(root), "job7").put(mark_at(5))
         id_file(root).write_bytes(content)
         with pytest.raises(StorageError, match=r"the root's id .*delete .keepstep/root/id.json"):
             root_id(PosixRoot(root))
+        marks = file_marks(PosixRoot(root), "job7")
+        assert marks.get() == mark_at(5)
+        marks.put(mark_at(6))
+        assert file_marks(PosixRoot(root), "job7").get() == mark_at(6)
+
+    def test_a_root_that_takes_no_id_is_known_by_its_place(self, tmp_path: Path) -> None:
+        blocked = tmp_path / "a-file"
+        blocked.write_text("")
+        marks = file_marks(PosixRoot(blocked / "root"), "job7")
+        marks.put(mark_at(5))
+        assert file_marks(PosixRoot(blocked / "root"), "job7").get() == mark_at(5)
+
+    def test_the_journal_keeps_all_of_it(self, root: Path) -> None:
+        channel = JournalChannel()
+        marks = JournalMarks(channel, PosixRoot(root), "a-run-id-" + "x" * 119)
+        assert marks.get() is None
+        full = msgspec.structs.replace(mark_at(5), refused=("x",), used=("n",))
+        marks.put(full)
+        assert marks.get() == full
+        assert JournalMarks(channel, PosixRoot(root), "job7").get() is None
+        back = mark_at(3)
+        marks.put(back)
+        assert marks.get() == back
+        assert channel.records[-1]["rebase"] == f"the job went back to {back.at.checkpoint}"
+
+    def test_the_journal_goes_by_the_place_and_not_by_what_lies_in_it(self, root: Path) -> None:
+        channel = JournalChannel()
+        JournalMarks(channel, PosixRoot(root), "job7").put(mark_at(5))
+        root_id(PosixRoot(root))
+        id_file(root).unlink()
+        assert JournalMarks(channel, PosixRoot(root), "job7").get() == mark_at(5)
 
 
 class TestPins:

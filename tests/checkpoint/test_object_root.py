@@ -17,7 +17,7 @@ from tests.checkpoint.support import run_ranks
 from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKER_UNSIGNED, FolderName, rank_file_name
 from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, quarantined, write_quarantine
-from keepstep.checkpoint.restore.verify import check_file, check_files, read_manifest, verify_checkpoint
+from keepstep.checkpoint.restore.verify import check_file, check_files, read_manifest, read_verified, verify_checkpoint
 from keepstep.checkpoint.save.commit import writer_facts
 from keepstep.checkpoint.storage import objects
 from keepstep.checkpoint.storage.objects import CLAIMS, data_key, data_prefix
@@ -54,7 +54,9 @@ def test_what_was_written_is_what_is_read(s3: S3) -> None:
     check_files(root, folder, manifest)
     (entry,) = list_checkpoints(root, trusted_key=trusted_public_key())
     assert entry.candidate and entry.manifest == manifest
-    check_file(root, folder, next(file for file in manifest.files if file.name == INDEX_NAME))
+    files = {file.name: file for file in manifest.files}
+    check_file(root, folder, files[INDEX_NAME])
+    assert bytes(read_verified(root, folder, files[FILE])) == noise(3000)
     opened = root.open(folder, FILE)
     part = bytearray(50)
     opened.read_into(memoryview(part), 77)

@@ -25,6 +25,7 @@ from tests.checkpoint.support import (
     RecordingChannel,
     checkpointer,
     flip_bit,
+    forget_marks,
     report_of,
     restore_value,
     save_steps,
@@ -52,7 +53,7 @@ from keepstep.checkpoint.storage.source import open_deleter
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.records.codec import rfc3339
-from keepstep.records.errors import StorageError
+from keepstep.records.errors import ConfigError, StorageError
 
 DAY_NS = 86400 * 10**9
 
@@ -85,8 +86,7 @@ def current_step(root: Path) -> int | None:
 
 def test_what_no_rule_keeps_is_gone_and_the_rest_restores(root: Path) -> None:
     paths = save_steps(root, [100, 200, 300, 400])
-    for name in (paths[0].name, paths[3].name):
-        PosixRoot(root).put_record("tiers", name, b'{"checkpoint": "x", "reached": []}')
+    assert PosixRoot(root).record_names("tiers") == {path.name for path in paths}
     wanted = prune(task(root, "last:2, every-steps:200", deleter=None))
     assert wanted.dry_run and wanted.deleted == [] and steps(root) == [100, 200, 300, 400]
     assert [line.step for line in wanted.lines if not line.keep] == [100]
@@ -95,7 +95,7 @@ def test_what_no_rule_keeps_is_gone_and_the_rest_restores(root: Path) -> None:
     done = prune(task(root, "last:2, every-steps:200"))
     assert (done.deleted, done.freed_bytes, done.failed) == ([paths[0].name], size, {})
     assert steps(root) == [200, 300, 400]
-    assert PosixRoot(root).record_names("tiers") == {paths[3].name}
+    assert PosixRoot(root).record_names("tiers") == {path.name for path in paths[1:]}
     assert PosixRoot(root).record_names(TOMBSTONES) == frozenset()
     assert restore_value(root) == [(400, 400.0)]
 
@@ -108,6 +108,7 @@ def test_a_root_that_is_not_there_has_nothing_to_prune(root: Path) -> None:
 def test_a_tombstoned_checkpoint_is_never_restored(root: Path) -> None:
     newest = save_steps(root, [100, 200])[1]
     PosixRoot(root).put_record(TOMBSTONES, newest.name, b"")
+    forget_marks()
     assert current_step(root) == 100
     assert restore_value(root) == [(100, 100.0)]
 
@@ -122,8 +123,7 @@ def test_a_tombstone_without_its_folder_is_cleared_away(root: Path) -> None:
 
 
 def test_killed_before_every_call_nothing_half_deleted_is_a_candidate(root: Path, tmp_path: Path) -> None:
-    paths = save_steps(root, [100, 200, 300], world_size=2)
-    PosixRoot(root).put_record("tiers", paths[0].name, b"{}")
+    save_steps(root, [100, 200, 300], world_size=2)
     program = Path(__file__).with_name("prune_kill_loop.py")
     done = subprocess.run(
         [sys.executable, program, root, tmp_path / "work", "last:1"],
@@ -188,6 +188,7 @@ def test_what_was_abandoned_stays_so(root: Path) -> None:
     paths = save_steps(root, [200, 300])
     record = QuarantineRecord(checkpoint=paths[1].name, step=300, reason="?", file=None, by_rank=0, time=rfc3339(1))
     write_quarantine(PosixRoot(root), record)
+    forget_marks()
     save_steps(root, [210, 400], cycle=1)
     PosixRoot(root).put_record("pins", paths[1].name, b"{}")
     for cycle, step in ((2, 500), (3, 600), (4, 700)):
@@ -241,6 +242,21 @@ def test_another_key_s_checkpoints_are_not_ours_to_delete(root: Path, keepstep_h
     shutil.rmtree(keepstep_home)
     done = prune(task(root))
     assert done.deleted == [] and all("signed by key" in line.reasons[0] for line in done.lines)
+
+
+def test_the_best_by_a_metric_that_was_saved_with_it(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A loss may be a tensor, or NaN: such a checkpoint is committed like any, and is nobody's best."""
+    ckpt = checkpointer(root, {"w": torch.zeros(1000), "loader": Loader(0)}, FakeRun(RecordingChannel()))
+    ckpt.restore()
+    for step, loss in enumerate((2.0, torch.tensor(0.5), float("nan"), 0.25, float("-inf"), 3.0), 1):
+        ckpt.save(step, metrics={"loss": loss})  # type: ignore[dict-item]
+        ckpt.wait()
+        assert ckpt.last_committed_step == step
+    with pytest.raises(ConfigError, match="metric 'loss' is a str and no number"):
+        ckpt.save(9, metrics={"loss": "low"})  # type: ignore[dict-item]
+    ckpt.close()
+    prune(task(root, "best:loss:2:min"))
+    assert steps(root) == [2, 4, 6]
 
 
 def test_who_prunes_again_and_again_reads_each_marker_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +328,9 @@ def _killed_while_saving(root: Path) -> None:
         "from tests.checkpoint.support import save_steps\n"
         "from keepstep.checkpoint.save import saver\n"
         "root = Path(sys.argv[1]); real = saver.commit\n"
-        "def commit(folder, *a, **k):\n"
-        "    if 'step-00000200' in folder.name: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(folder, *a, **k)\n"
+        "def commit(place, folder, *a, **k):\n"
+        "    if 'step-00000200' in folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return real(place, folder, *a, **k)\n"
         "saver.commit = commit\n"
         "save_steps(root, [100, 200])\n"
     )

@@ -20,6 +20,7 @@ from tests.checkpoint.support import (
     RecordingChannel,
     checkpointer,
     flip_bit,
+    forget_marks,
     report_of,
     restore_value,
     run_ranks,
@@ -73,6 +74,7 @@ def _forge(folder: Path) -> None:
 def _resign(folder: Path, change: Callable[[Path], None]) -> None:
     """Change a file and sign the folder again with the right key: what a bug in a writer would leave."""
     change(folder)
+    forget_marks()
     bundle = json.loads((folder / MARKER_SIGNED).read_bytes())
     statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     raw = b""
@@ -243,7 +245,7 @@ def test_fresh_start_overrides_by_argument_and_environment(root: Path, monkeypat
 
 def test_empty_and_absent_roots_start_at_zero(root: Path) -> None:
     assert restore_value(root, world_size=2) == [(0, -1.0)] * 2
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     (root / "notes.txt").write_text("not a checkpoint")
     assert restore_value(root) == [(0, -1.0)]
 
@@ -251,6 +253,7 @@ def test_empty_and_absent_roots_start_at_zero(root: Path) -> None:
 def test_unfinished_saves_are_passed_over(root: Path) -> None:
     _kept, torn = save_steps(root, [10, 20])
     (torn / MARKER_SIGNED).unlink()
+    forget_marks()
     assert restore_value(root) == [(10, 10.0)]
     assert not (root / ".keepstep" / "quarantine").exists()
 
@@ -260,6 +263,7 @@ def test_own_unfinished_first_save_starts_at_zero_but_a_lost_marker_does_not(
 ) -> None:
     (torn,) = save_steps(root, [10])
     (torn / MARKER_SIGNED).unlink()
+    forget_marks()
     # Something was committed here once: the marker is lost, not missing.
     (result,) = restore_value(root)
     assert isinstance(result, RefuseToStartError) and "without a manifest" in str(result)
@@ -296,7 +300,7 @@ def test_lost_key_does_not_condemn_good_checkpoints(root: Path, capfd: pytest.Ca
     key_path().unlink()
     (result,) = restore_value(root)
     assert isinstance(result, RefuseToStartError)
-    assert f"2 are signed by a key other than {key_path()}" in str(result)
+    assert "2 are signed by somebody who is not trusted here" in str(result)
     key_path().write_bytes(saved)
     assert restore_value(root) == [(20, 20.0)]
     capfd.readouterr()
@@ -307,7 +311,8 @@ def test_unsigned_mode_says_so_and_signed_mode_never_takes_it(root: Path, capfd:
     (folder,) = save_steps(root, [20], cycle=1, unsigned=True)
     assert (folder / MARKER_UNSIGNED).is_file()
     assert "NOT SIGNED" in capfd.readouterr().err
-    assert restore_value(root, cycle=2) == [(10, 10.0)]
+    (result,) = restore_value(root, cycle=2)
+    assert isinstance(result, RefuseToStartError) and "is signed by nobody who is trusted here" in str(result)
     assert "not signed" in capfd.readouterr().err
     assert restore_value(root, cycle=2, unsigned=True) == [(20, 20.0)]
     flip_bit(folder / SHARD, -1)

@@ -78,7 +78,8 @@ class Job:
         facts = msgspec.structs.replace(facts, life_started_ns=self.life_ns, created_ns=self.tick())
         digest = hashlib.sha256(name.text.encode()).hexdigest()
         manifest = Manifest(files=(), facts=facts, root_digest="", signed=True, digest=digest)
-        stored = Stored(Listed(name=name, committed=True, manifest=manifest), unmarked=mark_lost)
+        listed = Listed(name=name, committed=True, manifest=manifest, marker_sha256=digest)
+        stored = Stored(listed, unmarked=mark_lost)
         self.root[name.text] = stored
         if self.pending is not None:
             self.timeline, self.pending = self.pending, None
@@ -94,6 +95,7 @@ class Job:
                 quarantined=name in self.quarantine,
                 manifest=None if stored.damage == "marker" else stored.listed.manifest,
                 error="damaged" if stored.damage == "marker" else None,
+                marker_sha256="broken" if stored.damage == "marker" else stored.listed.marker_sha256,
             )
             for name, stored in self.root.items()
         ]
@@ -133,7 +135,7 @@ class Job:
                 run="r",
                 life_started_ns=self.life_ns,
                 permit=permit,
-                left_behind=leaves_behind(at, found, self.mark),
+                left_behind=leaves_behind(entry, found, self.mark),
             )
             assert not is_dead(at, self.mark.turns)
             return name
@@ -287,17 +289,52 @@ def test_a_newest_checkpoint_that_is_not_trusted_is_not_passed_over(distrust: An
     older = next(entry for entry in found if entry.name.text == stored[-2].name)
     ruling = judge(older, found, job.mark, [], set())
     assert (ruling.action, "signed by nobody who is trusted" in ruling.reason) == ("refuse", True)
+    # A marker that is not the one that was committed is a forgery: damage, which a job outlives.
+    stored[-1].listed = msgspec.structs.replace(stored[-1].listed, marker_sha256="5" * 64)
+    assert judge(older, job.listing(), job.mark, [], set()).action == "restore"
 
 
-def test_another_valid_marker_in_the_same_folder_is_noticed() -> None:
+def with_digest(stored: Stored, digest: str) -> Listed:
+    assert stored.listed.manifest is not None
+    manifest = msgspec.structs.replace(stored.listed.manifest, digest=digest)
+    return msgspec.structs.replace(stored.listed, manifest=manifest, marker_sha256=digest)
+
+
+def test_another_valid_marker_in_the_same_folder_is_no_reason_to_go_back() -> None:
     job, stored = history()
-    manifest = stored[-1].listed.manifest
-    assert manifest is not None
-    stored[-1].listed = msgspec.structs.replace(
-        stored[-1].listed, manifest=msgspec.structs.replace(manifest, digest="0" * 64)
-    )
-    assert job.restore() is None
-    assert "has another marker than the one that was committed" in job.refused
+    found = [with_digest(stored[2], "0" * 64), stored[1].listed]
+    assert judge(found[0], found, job.mark, [], set()).action == "restore"
+    ruling = judge(found[1], found, job.mark, [], set())
+    assert ruling.action == "refuse" and "has another marker than the one that was committed" in ruling.reason
+
+
+def test_the_same_save_in_memory_is_as_new_as_the_mark() -> None:
+    job, stored = history()
+    in_memory = with_digest(stored[2], "1" * 64)  # its marker lists fingerprints of memory
+    found = [entry.listed for entry in stored]
+    assert judge(in_memory, found, job.mark, [], set()).action == "restore"
+    assert judge(in_memory, [], job.mark, [], set()).action == "restore"
+    older = with_digest(stored[1], "2" * 64)
+    assert judge(older, found[:2], job.mark, [], set()).action == "refuse"
+
+
+def test_copies_in_several_places() -> None:
+    """Damaged here and whole there, unfinished there, damaged in both."""
+    job, stored = history()
+    older, whole = stored[1].listed, stored[2].listed
+    damaged = msgspec.structs.replace(whole, manifest=None, error="bad", marker_sha256=None)
+    unfinished = msgspec.structs.replace(whole, manifest=None, committed=False)
+    planted = msgspec.structs.replace(whole, quarantined=True)
+    buried = msgspec.structs.replace(whole, tombstoned=True)
+    for copies, action in (
+        ([damaged, whole], "refuse"),
+        ([unfinished, damaged], "restore"),
+        ([damaged, damaged], "restore"),
+        ([damaged, planted], "refuse"),
+        ([unfinished], "refuse"),
+        ([buried], "refuse"),
+    ):
+        assert judge(older, [*copies, older], job.mark, [], set()).action == action, copies
 
 
 def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> None:
@@ -310,6 +347,41 @@ def test_a_permit_goes_past_an_intact_newest_checkpoint_and_keeps_it_out() -> No
     # Even when the new life's checkpoint is damaged, what was rolled back from stays out.
     again.damage = "marker"
     assert job.restore() == stored[1].name
+
+
+def test_what_a_restore_left_behind_stays_out_although_the_mark_never_knew_it() -> None:
+    job, stored = history(2)
+    lost = job.commit(mark_lost=True)
+    lost.damage = "bytes"
+    assert job.restore() == stored[1].name
+    job.commit().damage = "marker"
+    lost.damage = "none"  # the disk was repaired and the quarantine record deleted
+    job.quarantine.clear()
+    assert job.restore() == stored[1].name
+
+
+def test_what_was_passed_over_may_come_back_until_there_is_newer_progress() -> None:
+    """A key was forgotten on a host that knew no mark, and is given again."""
+    job, stored = history(3)
+    job.mark = None
+    good = stored[2].listed
+    stored[2].listed = msgspec.structs.replace(good, manifest=None, error="x", distrust="key")
+    stored[2].damage = "bytes"  # for the model: passed over
+    assert job.restore() == stored[1].name
+    stored[2].listed, stored[2].damage = good, "none"
+    job.quarantine.clear()
+    assert job.restore() == stored[2].name
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fresh_start_is_not_undone_by_damage(known: bool) -> None:
+    job, _ = history(3)
+    if not known:
+        job.mark = None
+    job.begin(0)
+    first = job.commit()
+    first.damage = "marker"
+    assert (job.restore(), job.refused) == (None, "")
 
 
 def test_a_permit_is_void_after_newer_progress_and_cannot_be_used_twice() -> None:

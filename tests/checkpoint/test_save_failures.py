@@ -19,6 +19,7 @@ from tests.checkpoint.support import (
     Loader,
     RecordingChannel,
     checkpointer,
+    forget_marks,
     report_of,
     restore_value,
     run_ranks,
@@ -74,7 +75,9 @@ def test_full_disk_fails_the_save_not_the_training(small_disk: Path, capfd: pyte
 def test_failures_in_a_row_end_the_training_clearly(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ckpt = checkpointer(root, {"w": torch.zeros(600_000)}, FakeRun(MemoryChannel()), max_failures=2, every_steps=1)
     ckpt.restore()
-    ckpt._slots.grow(ckpt._slots.all[0], 3_000_000)  # the limit below would hit the staging buffer first
+    ckpt._staging.slots.grow(
+        ckpt._staging.slots.all[0], 3_000_000
+    )  # the limit below would hit the staging buffer first
     with file_size_limit(1 << 20):
         assert ckpt.maybe_save(1)
         assert ckpt.maybe_save(2)
@@ -99,7 +102,9 @@ def test_one_rank_that_fails_is_known_to_all_and_nothing_is_committed(
         size = 500_000 if rank == bad_rank else 10
         ckpt = checkpointer(root, {"w": torch.zeros(100), "mine": torch.zeros(size)}, run, per_rank=("mine",))
         ckpt.restore()
-        ckpt._slots.grow(ckpt._slots.all[0], 3_000_000)  # the limit below would hit the staging buffer first
+        ckpt._staging.slots.grow(
+            ckpt._staging.slots.all[0], 3_000_000
+        )  # the limit below would hit the staging buffer first
         ready.wait(20)
         with file_size_limit(1 << 20) if rank == 0 else contextlib.nullcontext():
             limited.wait(20)
@@ -274,6 +279,7 @@ def test_older_try_of_the_same_save_is_left_alone(root: Path) -> None:
     (first,) = save_steps(root, [1])
     (first / "manifest.sigstore.json").rename(root.parent / "kept")
     (root / "latest_checkpointed_iteration.txt").unlink()
+    forget_marks()
     before = {path.name: path.read_bytes() for path in first.iterdir()}
     (second,) = save_steps(root, [1])
     assert second.name == f"{first.name}r1"
@@ -285,7 +291,7 @@ def test_script_that_ends_without_close_still_commits(root: Path) -> None:
     script = (
         "import sys, torch\n"
         "from tests.checkpoint.support import FakeRun, MemoryChannel, checkpointer\n"
-        "ckpt = checkpointer(sys.argv[1], {'w': torch.zeros(3_000_000)}, FakeRun(MemoryChannel()))\n"
+        "ckpt = checkpointer(sys.argv[1], {'w': torch.zeros(3_000_000)}, FakeRun(MemoryChannel()), every_steps=9)\n"
         "ckpt.restore()\n"
         "ckpt.save(1)\n"
     )

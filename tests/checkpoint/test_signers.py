@@ -23,8 +23,8 @@ from tests.checkpoint.test_manifest import reference_tool
 from tests.checkpoint.test_trust_policy import signed
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, FolderName
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
-from keepstep.checkpoint.storage.writer import write_file
+from keepstep.checkpoint.save.commit import commit, writer_facts
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.trust.envelope import fingerprint
 from keepstep.checkpoint.trust.keys import key_path, public_pem, signing_key
 from keepstep.checkpoint.trust.policy import TrustOptions, TrustPolicy, check_manifest, load_policy, load_signer
@@ -56,11 +56,12 @@ def openssl(tmp_path: Path) -> TrustOptions:
 
 def committed(root: Path, signer: Signer | None) -> Path:
     name = FolderName(12, 3, 1, 0, "job7")
-    folder = make_folder(root, name)
-    files = [write_file(folder / text, [text.encode() * 50]) for text in ("b.bin", "a.bin")]
+    place = PosixRoot(root)
+    folder = place.make_folder(name)
+    files = [place.put_file(folder, text, [text.encode() * 50]) for text in ("b.bin", "a.bin")]
     facts = writer_facts(name, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5)
-    commit(folder, files, facts, signer)
-    return folder
+    commit(place, folder, files, facts, signer)
+    return root / folder
 
 
 def python_signer(program: str, signer: FileSigner, timeout_s: float = 20.0) -> CommandSigner:

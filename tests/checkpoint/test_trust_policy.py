@@ -25,14 +25,14 @@ from tests.checkpoint.authority import (
     new_authority,
     new_key,
     pem,
+    usage,
     utf8_string,
     write,
 )
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.envelope import MAX_CERTIFICATES, fingerprint
 from keepstep.checkpoint.trust.identity import _utf8_string
 from keepstep.checkpoint.trust.keys import key_path, public_key_path, public_pem, signing_key
@@ -198,6 +198,24 @@ class TestIdentities:
         with pytest.raises(UntrustedKeyError):
             check_manifest(signed(FileSigner(key, (*der(forged), *signer.certificates))), MARKER_SIGNED, policy)
 
+    @pytest.mark.parametrize("wrong", ["no authority", "may not issue", "purpose"])
+    def test_only_an_authority_for_code_signing_issues_certificates(self, authority: Authority, wrong: str) -> None:
+        middle_key, key = new_key(), new_key()
+        purpose = ExtendedKeyUsageOID.CLIENT_AUTH if wrong == "purpose" else ExtendedKeyUsageOID.CODE_SIGNING
+        middle = certificate(
+            "middle",
+            middle_key,
+            "root",
+            authority.root_key,
+            (x509.BasicConstraints(wrong != "no authority", None), True),
+            (usage(key_cert_sign=wrong != "may not issue", crl_sign=True), True),
+            (x509.ExtendedKeyUsage([purpose]), False),
+        )
+        forged = msgspec.structs.replace(authority, middle=middle, middle_key=middle_key)
+        policy = TrustPolicy(identities=((IDENTITY, ISSUER),), roots=(authority.root,))
+        with pytest.raises(UntrustedKeyError, match="under the trusted roots"):
+            check_manifest(signed(forged.signer(key)), MARKER_SIGNED, policy)
+
     def test_somebody_elses_certificate_on_an_own_signature(self, authority: Authority, policy: TrustPolicy) -> None:
         thief = FileSigner(new_key(), authority.signer().certificates)
         with pytest.raises(VerificationError, match="signature does not match"):
@@ -246,13 +264,14 @@ class TestIdentities:
 
 class TestAttacksOnAFolder:
     def committed(self, root: Path, signer: Signer | None) -> Path:
-        folder = make_folder(root, NAME)
-        files = [write_file(folder / "a.bin", [b"weights"])]
+        place = PosixRoot(root)
+        folder = place.make_folder(NAME)
+        files = [place.put_file(folder, "a.bin", [b"weights"])]
         facts = writer_facts(
             NAME, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(folder, files, facts, signer)
-        return folder
+        commit(place, folder, files, facts, signer)
+        return root / folder
 
     def read(self, root: Path, policy: TrustPolicy) -> Any:
         marker = PosixRoot(root).marker(NAME.text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.images import Image, check_written, image_of
 
+from keepstep.checkpoint.save import writerclient
 from keepstep.checkpoint.save.sealing import Sealed
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
@@ -164,6 +167,45 @@ def test_stopped_process_is_replaced_at_the_deadline(client: WriterClient, image
     with pytest.raises(StorageError, match=r"no answer to write within 0\.2 s; it was killed by SIGKILL"):
         save(client, image, tmp_path / "a", timeout_s=0.2)
     check_next_save(client, image, tmp_path / "b", respawned=1)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that can be frozen: from then on writers block in the kernel, where no signal reaches them."""
+    tools = [shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin") for name in ("mkfs.ext4", "fsfreeze", "mount")]
+    if os.geteuid() != 0 or None in tools:
+        pytest.skip("freezing a file system needs root, mkfs.ext4 and fsfreeze")
+    file, place = tmp_path / "disk.img", tmp_path / "disk"
+    with file.open("wb") as image:
+        image.truncate(64 * MIB)
+    place.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(file)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(file), str(place)], check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount a loop device here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(place)], check=False, capture_output=True)
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_file_system_that_stops_answering_costs_one_save(
+    client: WriterClient, image: Image, tmp_path: Path, disk: Path
+) -> None:
+    check_written(disk / "a", save(client, image, disk / "a"), image)
+    pid = pid_of(client)
+    subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
+    with pytest.raises(StorageError, match=r"no answer to write within 0\.5 s; it cannot be killed at present"):
+        save(client, image, disk / "b", timeout_s=0.5)
+    assert ") D " in Path(f"/proc/{pid}/stat").read_text()
+    check_next_save(client, image, tmp_path / "c", respawned=1)
+    pidfd = os.pidfd_open(pid)
+    subprocess.run(["fsfreeze", "-u", str(disk)], check=True)
+    assert wait_for_end(pidfd, 10)
+    os.close(pidfd)
+    check_next_save(client, image, disk / "d", respawned=1)
+    assert not Path(f"/proc/{pid}").exists(), "collected when the file system answered again"
 
 
 def test_answer_to_a_request_that_was_given_up_is_dropped(client: WriterClient, image: Image, tmp_path: Path) -> None:
@@ -338,6 +380,7 @@ def test_fifty_saves_leave_nothing_behind(client: WriterClient, image: Image, tm
             save(client, image, tmp_path / "nowhere" / "f")
 
     def held() -> list[int]:
+        gc.collect()  # what earlier tests left to the collector is not ours to count
         return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), pid_of(client))]
 
     for number in range(5):
@@ -353,12 +396,14 @@ def test_fifty_saves_leave_nothing_behind(client: WriterClient, image: Image, tm
 
 def test_replacing_it_leaves_no_descriptor_and_no_zombie(client: WriterClient, image: Image) -> None:
     client.ready(20)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         pid = pid_of(client)
         kill(pid)
         client.ready(20)
         assert not Path(f"/proc/{pid}").exists()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -378,3 +423,18 @@ def test_process_that_cannot_be_started(client: WriterClient, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(StorageError, match=r"writer process [0-9]+ ended with exit code 1 during warm"):
         client.ready(20)
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x03???"])
+def test_process_that_talks_nonsense_is_replaced(
+    client: WriterClient, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    program = (
+        f"import socket, sys; s = socket.socket(fileno=int(sys.argv[2])); s.sendall({answer!r}); s.recv(9); s.recv(9)"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(writerclient, "_BOOT", program)
+        with pytest.raises(StorageError, match="answered warm with nonsense"):
+            client.ready(20)
+    client.ready(20)
+    assert client.respawned == 1

@@ -62,12 +62,10 @@ def test_ls_says_the_state_of_each_and_marks_what_a_restore_would_take(root: Pat
     )
     write_quarantine(place, quarantine)
     save_steps(root, [311], world_size=2, cycle=2)  # from 320: nothing before it is abandoned
-    place.put_record(
-        pins.RECORD_KIND, folder(root, 100), b'{"checkpoint": "x", "step": 1, "reason": "paper", "by": "", "time": ""}'
-    )
-    place.put_record(
-        "tiers", folder(root, 200), b'{"checkpoint": "x", "reached": [{"tier": "shm", "time": "2026-01-01T00:00:00Z"}]}'
-    )
+    pins.write_pin(place, pins.PinRecord(checkpoint=folder(root, 100), step=100, reason="paper", by="", time=""))
+    reached = [{"tier": "shm", "time": "2026-01-01T00:00:00Z"}]
+    place.delete_record("tiers", folder(root, 200))
+    place.put_record("tiers", folder(root, 200), json.dumps({"checkpoint": "x", "reached": reached}).encode())
     manifest = root / folder(root, 310) / "manifest.sigstore.json"
     flip_bit(manifest, 300)
     found = {record["step"]: record for record in records("ls", root)}
@@ -140,6 +138,7 @@ def test_verify_names_what_differs_and_exits_with_3(root: Path) -> None:
     assert result.exit_code == 3
     assert [line.split()[1] for line in result.stdout.splitlines()[1:]] == ["ok", "PROBLEM", "PROBLEM"]
     assert f"{folder(root, 200)}: rank-00001-of-00002.safetensors: SHA-256 is" in result.stderr
+    assert "block 0" in result.stderr
     assert f"{folder(root, 100)}: index.json: is missing" in result.stderr
     assert "2 of 3 with problems" in result.stderr
     (report,) = records("verify", root / folder(root, 200), exit_code=3)

@@ -16,9 +16,8 @@ from keepstep.checkpoint.format.layout import MARKER_SIGNED, FolderName
 from keepstep.checkpoint.keeping.pins import read_pin
 from keepstep.checkpoint.restore.freshness import judge
 from keepstep.checkpoint.restore.lineage import list_checkpoints
-from keepstep.checkpoint.save.commit import commit, make_folder, writer_facts
+from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.writer import write_file
 from keepstep.checkpoint.trust.keys import signing_key, trusted_public_key
 from keepstep.checkpoint.trust.marks import file_marks
 from keepstep.checkpoint.trust.permits import Permit, read_permits
@@ -48,15 +47,16 @@ def folder(step: int) -> str:
 def root(shell: Path) -> Path:
     """A root with steps 1, 2 and 3 of a run, signed, and an unfinished step 4."""
     path = shell / "ckpts"
+    place = PosixRoot(path)
     for step in (1, 2, 3):
         name = FolderName(step, 0, 1, 0, "job7")
-        made = make_folder(path, name)
-        files = [write_file(made / "a.bin", [b"%d" % step])]
+        made = place.make_folder(name)
+        files = [place.put_file(made, "a.bin", [b"%d" % step])]
         facts = writer_facts(
             name, world=1, parent=None, restored_step=0, restored_from=None, scope=None, life_started_ns=5
         )
-        commit(made, files, facts, signing_key())
-    make_folder(path, FolderName(4, 0, 1, 0, "job7"))
+        commit(place, made, files, facts, signing_key())
+    place.make_folder(FolderName(4, 0, 1, 0, "job7"))
     return path
 
 
@@ -196,10 +196,18 @@ class TestRollback:
 
     def test_without_a_mark_the_newest_in_the_root_is_meant(self, root: Path) -> None:
         result = ckpt("pin", root, "--allow-rollback", folder(1), "--reason", "x", "--yes", "-o", "json")
-        assert f"the newest checkpoint there is taken for it: {folder(3)}" in result.stderr
+        assert f"is meant: {folder(3)}" in result.stderr
         assert permits(root)[0].from_checkpoint == folder(3)
         again = ckpt("pin", root, "--allow-rollback", "3", "--reason", "x", "--yes")
         assert again.exit_code == 2 and "is the newest known checkpoint" in again.stderr
+
+    def test_a_stale_mark_of_this_host_is_not_meant(self, root: Path) -> None:
+        newest = self.newest(root)
+        older = list_checkpoints(PosixRoot(root), trusted_key=trusted_public_key())[2]
+        assert older.manifest is not None and older.name.step == 2
+        file_marks(PosixRoot(root), "job7").put(Mark(at=position_of(older.manifest, folder(2))))
+        good("pin", root, "--allow-rollback", "1", "--reason", "x", "--yes")
+        assert permits(root)[0].from_digest == newest.at.digest
 
     def test_an_external_signer_signs_it(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other = good("keygen", "--out", "ops.pem")

@@ -83,7 +83,7 @@ class TestListing:
             ("r1", ["a"], 1),
             ("r2", ["b"], 2),
         ]
-        assert book.files(7) == {"files": [], "more": False}
+        assert book.files(7)["files"] == []
         book.note("a", removed=[(folder(10), "r0"), (folder(99), "never")])
         assert [s["checkpoint"] for s in book.sets()] == [folder(5)]
         book.holdings.forget("a")
@@ -97,6 +97,26 @@ class TestListing:
         book.note("a", held(5, "r0"), held(5, "r1"))
         book.note("a", held(10, "r0"), whole=True)
         assert [(s["checkpoint"], s["files"]) for s in book.sets()] == [(folder(10), 1)]
+
+    def test_those_who_have_not_told_yet_are_counted(self, tmp_path: Path) -> None:
+        book = Book(tmp_path, TWO)
+
+        def untold() -> int:
+            return int(book.ask("a", m.GetKept(id=next(_ids)))["untold"])
+
+        assert untold() == 2
+        book.note("a", held(5, "r0"))
+        assert untold() == 2, "news are not everything"
+        book.note("a", whole=True)
+        assert untold() == 1
+        assert book.locate(5, "r2")["untold"] == 1
+        book.note("b", held(5, "r2"), whole=True)
+        assert untold() == 0
+        assert book.locate(5, "nothing") == {"holders": [], "untold": 0}
+        book.lead.tell(("b", None))
+        assert untold() == 0
+        book.lead.tell(hello("b", pid=101))
+        assert untold() == 1, "another launcher under that name"
 
     def test_only_the_newest_sets_are_shown(self, tmp_path: Path) -> None:
         book = Book(tmp_path, ONE)
@@ -134,14 +154,14 @@ class TestLocating:
         assert sorted(found["holders"]) == [["b", "10.0.0.1:7000"], ["c", "10.0.0.2:7000"]]
         assert (found["size_bytes"], found["facts"]) == (10, {"step": 5})
         assert [n for n, _ in book.locate(5, "r2", node="b")["holders"]] == ["c"]
-        assert book.locate(5, "nothing") == {"holders": []}
-        assert book.locate(99, "nothing") == {"holders": []}
+        assert book.locate(5, "nothing")["holders"] == []
+        assert book.locate(99, "nothing")["holders"] == []
 
     def test_a_node_that_was_given_up_holds_nothing(self, tmp_path: Path) -> None:
         book = Book(tmp_path, TWO)
         book.note("b", held(5, "r2"))
         book.lead.tell(("b", None))
-        assert book.locate(5, "r2") == {"holders": []}
+        assert book.locate(5, "r2")["holders"] == []
 
     def test_addresses_of_one_host_and_of_ipv6(self, tmp_path: Path) -> None:
         book = Book(tmp_path, ONE, spares=1)
@@ -214,7 +234,7 @@ class TestCopies:
 
 class TestPartners:
     def test_without_topology_the_next_host(self) -> None:
-        nodes = {f"n{k}": [] for k in range(1, 5)}
+        nodes: dict[str, list[str]] = {f"n{k}": [] for k in range(1, 5)}
         assert partners(nodes, {n: n for n in nodes}) == {"n1": "n2", "n2": "n3", "n3": "n4", "n4": "n1"}
 
     def test_one_node_has_none(self) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -261,3 +262,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestAnyOrder = Machine.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -22,6 +22,7 @@ from keepstep.launcher.node import imageserver, imagewire
 from keepstep.launcher.node.images import Image, NodeImages
 from keepstep.launcher.node.imageserver import ImageServer
 from keepstep.launcher.node.imagewire import Caller, PullError, blocks_of, pull
+from keepstep.launcher.output import logwire
 from keepstep.launcher.procs import make_memfd
 from keepstep.launcher.trust import make_token
 from keepstep.records.errors import VerificationError
@@ -242,8 +243,8 @@ def test_a_transfer_can_be_cut(end: End) -> None:
         thread = threading.Thread(target=_pull_quietly, args=(silent.getsockname()[1], image, fd, connections, failed))
         thread.start()
         peer, _ = silent.accept()
-        imagewire.send_frame(peer, 1, imagewire.w.Challenge("n"))
-        imagewire.recv_frame(peer, 2)
+        imagewire.send_frame(peer, logwire.CHALLENGE, logwire.Challenge("n"))
+        imagewire.recv_frame(peer, logwire.HELLO)
         imagewire.recv_frame(peer, imagewire.GET)
         imagewire.send_frame(peer, imagewire.FOUND, imagewire.Found(image.size_bytes))
         peer.sendall(b"some")

@@ -33,7 +33,8 @@ class Options(msgspec.Struct, kw_only=True):
     """What one life of the training does. `kill_at`: rank `kill_rank` kills itself with SIGKILL before that step begins.
     `term_at`: SIGTERM reaches the ranks and the workers of their loaders in the middle of that step.
 
-    `parts`: any of sched, scaler, window (gradient accumulation), dropout, ema, critic (a second model and optimizer), workers.
+    `parts`: any of sched, scaler, window (gradient accumulation), dropout, norm (batch norm), ema, critic (a second model and
+    optimizer), workers.
     `forget`: this entry of the state ("rng": the random state) is not loaded, the mistake a test must be able to see.
     """
 
@@ -142,7 +143,7 @@ class Training:
             torch.nn.init.zeros_(self.model.weight)
             self.optim: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-3, momentum=0.5)
         else:
-            norm = torch.nn.BatchNorm1d(16) if world == 1 else torch.nn.LayerNorm(16)
+            norm = torch.nn.BatchNorm1d(16) if "norm" in self.parts else torch.nn.LayerNorm(16)
             drop = torch.nn.Dropout(0.3 if "dropout" in self.parts else 0.0)
             self.model = torch.nn.Sequential(torch.nn.Linear(6, 16), norm, drop, torch.nn.Linear(16, 1))
             self.optim = None  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import re
 import secrets
@@ -16,7 +17,7 @@ import click
 
 from keepstep.checkpoint.format.layout import FolderName, parse_folder_name
 from keepstep.checkpoint.keeping.pins import delete_pin, new_pin, read_pin, write_pin
-from keepstep.checkpoint.storage.source import Root, open_deleter, open_root
+from keepstep.checkpoint.storage.source import Root, StoreOptions, open_deleter
 from keepstep.checkpoint.trust.marks import WHOLE_ROOT, look_up_mark
 from keepstep.checkpoint.trust.permits import RECORD_KIND, Permit, parse_permit, sign_permit
 from keepstep.checkpoint.trust.policy import (
@@ -27,8 +28,9 @@ from keepstep.checkpoint.trust.policy import (
     load_policy,
     load_signer,
 )
-from keepstep.checkpoint.trust.rollback import Position, position_of
+from keepstep.checkpoint.trust.rollback import Position, is_newer, position_of
 from keepstep.checkpoint.trust.signers import local_signer
+from keepstep.cli.ckpt_common import ROOT_HELP, open_existing, root_argument
 from keepstep.cli.output import NotFoundError, emit, note, output_option
 from keepstep.cli.trust_flags import policy_options, signer_options, trust_options
 from keepstep.records.codec import rfc3339
@@ -46,8 +48,24 @@ class Action(NamedTuple):
     perform: Callable[[], object]
 
 
-@click.command("pin")
-@click.argument("root")
+class _Place(NamedTuple):
+    """A root as the user named it."""
+
+    text: str
+    options: StoreOptions
+    root: Root
+
+    @property
+    def command(self) -> str:
+        """How another command on it begins."""
+        flags = [f"--endpoint {shlex.quote(self.options.endpoint)}"] if self.options.endpoint else []
+        flags += [f"--region {shlex.quote(self.options.region)}"] if self.options.region else []
+        flags += ["--allow-http"] if self.options.allow_http else []
+        return " ".join(["keepstep ckpt pin", shlex.quote(self.text), *flags])
+
+
+@click.command("pin", epilog=ROOT_HELP)
+@root_argument
 @click.argument("checkpoint", metavar="[CHECKPOINT|STEP]", required=False)
 @click.option("--unpin", is_flag=True, help="Release the pin; takes the right to delete in ROOT.")
 @click.option("--allow-rollback", default=None, metavar="CHECKPOINT|STEP", help="Go back to it at the next restore.")
@@ -62,6 +80,7 @@ class Action(NamedTuple):
 @output_option
 def pin(
     root: str,
+    store: StoreOptions,
     checkpoint: str | None,
     unpin: bool,
     allow_rollback: str | None,
@@ -83,15 +102,15 @@ def pin(
         raise ConfigError("give one of CHECKPOINT, --allow-rollback CHECKPOINT, --revoke ID")
     if (unpin and checkpoint is None) or (origin is not None and allow_rollback is None):
         raise ConfigError("--unpin goes with CHECKPOINT, --from with --allow-rollback")
-    place = open_root(root)
+    place = _Place(root, store, open_existing(root, store))
     if checkpoint is not None:
-        name = find_checkpoint(place, checkpoint)
-        action = _unpinning(place, root, name, reason) if unpin else _pinning(place, root, name, reason)
+        name = find_checkpoint(place.root, checkpoint)
+        action = _unpinning(place, name, reason) if unpin else _pinning(place, name, reason)
     elif revoke is not None:
-        action = _revoking(place, root, revoke, reason)
+        action = _revoking(place, revoke, reason)
     else:
         assert allow_rollback is not None
-        action = _allowing(place, root, allow_rollback, origin, reason, trust_options(flags))
+        action = _allowing(place, allow_rollback, origin, reason, trust_options(flags))
     record = action.record | {"schema": "keepstep.action/1", "root": root, "by": _who(), "dry_run": dry_run}
     if not dry_run:
         _confirm(action.said, yes)
@@ -108,26 +127,26 @@ def pin(
 # ---- pins
 
 
-def _pinning(place: Root, root: str, name: FolderName, reason: str) -> Action:
-    known = read_pin(place, name.text)
+def _pinning(place: _Place, name: FolderName, reason: str) -> Action:
+    known = read_pin(place.root, name.text)
     if known is not None:
         raise ConfigError(
             f"{name.text} is pinned already, by {known.by or 'unknown'}: {known.reason or 'no reason given'}"
         )
     record = new_pin(name, reason=reason, by=_who(), now_ns=time.time_ns())
-    undo = f"keepstep ckpt pin {shlex.quote(root)} {name.text} --unpin"
+    undo = f"{place.command} {name.text} --unpin"
     fields = _fields("pin", f"pins/{name.text}", name, reason, undo)
-    return Action(fields, f"pin {name.text}", lambda: write_pin(place, record))
+    return Action(fields, f"pin {name.text}", lambda: write_pin(place.root, record))
 
 
-def _unpinning(place: Root, root: str, name: FolderName, reason: str) -> Action:
-    known = read_pin(place, name.text)
+def _unpinning(place: _Place, name: FolderName, reason: str) -> Action:
+    known = read_pin(place.root, name.text)
     if known is None:
-        raise NotFoundError(f"{name.text} in {place.where} is not pinned")
+        raise NotFoundError(f"{name.text} in {place.root.where} is not pinned")
     because = f" --reason {shlex.quote(known.reason)}" if known.reason else ""
-    undo = f"keepstep ckpt pin {shlex.quote(root)} {name.text}{because}"
+    undo = f"{place.command} {name.text}{because}"
     fields = _fields("unpin", f"pins/{name.text}", name, reason, undo)
-    return Action(fields, f"unpin {name.text}", lambda: delete_pin(open_deleter(root), name.text))
+    return Action(fields, f"unpin {name.text}", lambda: delete_pin(open_deleter(place.text, place.options), name.text))
 
 
 def _fields(kind: str, id_: str, name: FolderName, reason: str, undo: str | None) -> dict[str, Any]:
@@ -155,12 +174,12 @@ def find_checkpoint(place: Root, text: str) -> FolderName:
 # ---- rollback
 
 
-def _allowing(place: Root, root: str, wanted: str, origin: str | None, reason: str, options: TrustOptions) -> Action:
+def _allowing(place: _Place, wanted: str, origin: str | None, reason: str, options: TrustOptions) -> Action:
     if not reason.strip():
         raise ConfigError("--allow-rollback needs --reason TEXT: it stays in the signed record")
     policy = load_policy(options)
-    target = _position(place, find_checkpoint(place, wanted), policy)
-    known = _parse_origin(origin) if origin is not None else _known_newest(place, target, policy)
+    target = _position(place.root, find_checkpoint(place.root, wanted), policy)
+    known = _parse_origin(origin) if origin is not None else _known_newest(place.root, target, policy)
     if known[2] == target.digest:
         raise ConfigError(f"{target.checkpoint} is the newest known checkpoint: a restore takes it without permission")
     now_ns = time.time_ns()
@@ -178,14 +197,14 @@ def _allowing(place: Root, root: str, wanted: str, origin: str | None, reason: s
         nonce=secrets.token_hex(8),
     )
     name = f"{target.checkpoint}.{permit.nonce}"
-    undo = f"keepstep ckpt pin {shlex.quote(root)} --revoke {name}"
+    undo = f"{place.command} --revoke {name}"
 
     def perform() -> None:
         signer = load_signer(options) or local_signer()
         check_signer_is_trusted(signer, policy)
         data = sign_permit(permit, signer)
         parse_permit(data, name, policy)
-        place.put_record(RECORD_KIND, name, data)
+        place.root.put_record(RECORD_KIND, name, data)
 
     record = {"id": name, "kind": "allow_rollback", "checkpoint": target.checkpoint, "step": target.step}
     record |= {"from": permit.from_checkpoint, "from_digest": permit.from_digest, "reason": reason, "undo": undo}
@@ -209,35 +228,36 @@ def _parse_origin(text: str) -> tuple[str, int, str]:
     return name.text, name.step, match["digest"]
 
 
-def _known_newest(place: Root, target: Position, policy: TrustPolicy) -> tuple[str, int, str]:
-    """The mark on this host, else the newest checkpoint in the root that verifies."""
-    for scope in (target.run, WHOLE_ROOT):
-        mark = look_up_mark(place, scope)
-        if mark is not None:
-            return mark.at.checkpoint, mark.at.step, mark.at.digest
-    newest = None
-    for folder in place.folders():
-        name = parse_folder_name(folder)
-        if name is None or name.run_id != target.run or place.marker(folder) is None:
-            continue
-        try:
-            position = _position(place, name, policy)
-        except VerificationError:
-            continue
-        key = (position.life_started_ns, position.step)
-        if newest is None or key > (newest.life_started_ns, newest.step):
+def _known_newest(root: Root, target: Position, policy: TrustPolicy) -> tuple[str, int, str]:
+    """The mark on this host or the newest checkpoint of the run in the root that verifies, whichever is newer."""
+    newest = target
+    marks = [mark.at for scope in (target.run, WHOLE_ROOT) if (mark := look_up_mark(root, scope)) is not None]
+    for position in marks + _verified(root, target.run, policy):
+        if is_newer(position, newest):
             newest = position
-    assert newest is not None, "the target itself verifies"
-    note(f"this host has no mark of {place.where}; the newest checkpoint there is taken for it: {newest.checkpoint}")
+    if newest not in marks:
+        note(f"this host has no mark of that; the newest checkpoint in {root.where} is meant: {newest.checkpoint}")
     return newest.checkpoint, newest.step, newest.digest
 
 
-def _revoking(place: Root, root: str, name: str, reason: str) -> Action:
-    if not _RECORD_ID.fullmatch(name) or name not in place.record_names(RECORD_KIND):
-        raise NotFoundError(f"{place.where} holds no rollback record {name!r}")
+def _verified(root: Root, run: str, policy: TrustPolicy) -> list[Position]:
+    """Checkpoints of `run` whose markers verify."""
+    found = []
+    for folder in root.folders():
+        name = parse_folder_name(folder)
+        if name is None or name.run_id != run:
+            continue
+        with contextlib.suppress(VerificationError):
+            found.append(_position(root, name, policy))
+    return found
+
+
+def _revoking(place: _Place, name: str, reason: str) -> Action:
+    if not _RECORD_ID.fullmatch(name) or name not in place.root.record_names(RECORD_KIND):
+        raise NotFoundError(f"{place.root.where} holds no rollback record {name!r}")
     record = {"id": name, "kind": "revoke_rollback", "reason": reason, "undo": None}
     said = f"take back rollback record {name}"
-    return Action(record, said, lambda: open_deleter(root).delete_record(RECORD_KIND, name))
+    return Action(record, said, lambda: open_deleter(place.text, place.options).delete_record(RECORD_KIND, name))
 
 
 # ---- people

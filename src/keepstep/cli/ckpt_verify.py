@@ -16,7 +16,7 @@ from keepstep.checkpoint.format.layout import parse_folder_name
 from keepstep.checkpoint.keeping.records import VERIFIED, note_verified
 from keepstep.checkpoint.keeping.retention import current
 from keepstep.checkpoint.keeping.survey import survey
-from keepstep.checkpoint.restore.verify import FileReport, VerifyReport, verify_checkpoint
+from keepstep.checkpoint.restore.verify import VerifyReport, verify_checkpoint
 from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root
 from keepstep.cli.ckpt_common import (
     ROOT_HELP,
@@ -123,25 +123,13 @@ def _size(report: VerifyReport) -> int:
 def _say(reports: list[VerifyReport], took_s: float, jobs: int) -> None:
     """Problems and speed, on stderr."""
     for report in reports:
-        told = {file.error for file in report.files}
         for error in report.errors:
-            if error not in told:
-                note(f"{report.checkpoint}: {error}")
-        for file in report.files:
-            if file.error is not None:
-                note(f"{report.checkpoint}: {file.error}{_blocks(file)}")
+            note(f"{report.checkpoint}: {error}")
     read = sum(_size(report) for report in reports)
     bad = sum(not report.ok for report in reports)
     rate = f" ({read / took_s / 1e9:.2f} GB/s, {jobs} at once)" if read and took_s > 0 else ""
     verdict = f"{bad} of {len(reports)} with problems" if bad else f"{len(reports)} as their manifests say"
     note(f"{format_bytes(read)} in {format_duration_s(took_s)}{rate}: {verdict}")
-
-
-def _blocks(file: FileReport) -> str:
-    if not file.damaged:
-        return ""
-    shown = ", ".join(str(number) for number in file.damaged[:8])
-    return f" (in block {shown}{' and more' if len(file.damaged) > 8 else ''})"
 
 
 @contextlib.contextmanager

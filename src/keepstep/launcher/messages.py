@@ -205,7 +205,8 @@ class KeepNote(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag=
 class GetKept(AgentMessage, frozen=True, kw_only=True, omit_defaults=True, tag="get_kept"):
     """What do the job's nodes hold in memory? Answered with {sets}, the newest checkpoints; with `checkpoint`: {files, more}.
 
-    A page of files begins after the name `after`. See coordination/holdings.py for the fields.
+    A page of files begins after the name `after`. See coordination/holdings.py for the fields. Here and in the answer to Locate
+    `untold` is the number of nodes of which the coordinator does not know yet what they hold.
     """
 
     checkpoint: str = ""

@@ -148,23 +148,6 @@ def listens(path: str) -> bool:
     return True
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping or killing: the host's MemAvailable and the room in our own cgroup (v2)."""
-    room = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            room.append(int(line.split()[1]) * 1024)
-    try:
-        own = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))
-        folder = Path("/sys/fs/cgroup") / own[3:].lstrip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit.isdigit():
-            room.append(int(limit) - int((folder / "memory.current").read_text()))
-    except (OSError, StopIteration, ValueError):
-        pass
-    return max(0, min(room, default=0))
-
-
 def make_memfd(name: str, size_bytes: int) -> int:
     """A fully allocated memfd (a later write cannot fail with SIGBUS). Raises OSError (no memory)."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)

@@ -24,7 +24,7 @@ Requests (`op`):
                                              whose names come after `after`; tier "shm" (this node's) or "peer"
   fetch  {checkpoint, file}               -> {size_bytes, tier, facts} plus one memfd, read-only; brought here when it is elsewhere
   mark_get {root_id}                      -> {mark: {step, cycle, digest, detail} or null}  newest committed checkpoint of a root
-  mark_set {root_id, step, cycle, digest, detail, rebase} -> {}  journaled before the answer; a lower step needs a reason in `rebase`
+  mark_set {root_id, step, cycle, digest, detail, rebase} -> {}  journaled first; a lower step needs a reason in `rebase`
   request {what, reason}                  -> {}          "stop" (the whole job, no restart) or "exclude" (this rank's node);
                                              journaled before the answer, after which this cycle commits nothing more
   inject {spec}                           -> {}          carry out an injection that only the launcher can (see inject.py)

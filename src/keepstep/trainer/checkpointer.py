@@ -17,27 +17,40 @@ from typing import Any, Literal, Protocol
 
 from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
+from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
-from keepstep.checkpoint.save.memoryset import MemorySet
 from keepstep.checkpoint.save.saver import Outcome, SaveJob, Saver, folder_path
-from keepstep.checkpoint.save.slots import Slot, Slots
+from keepstep.checkpoint.save.slots import Slots
 from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
+from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import StoreOptions, open_root
-from keepstep.checkpoint.trust.keys import signing_key
+from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
+from keepstep.checkpoint.trust.policy import (
+    TrustOptions,
+    TrustPolicy,
+    check_signer_is_trusted,
+    load_policy,
+    load_signer,
+    merge_options,
+    options_from_environment,
+)
+from keepstep.checkpoint.trust.signers import Signer
 from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
-from keepstep.trainer.staging import Stager
+from keepstep.trainer.keeper import Keeper
+from keepstep.trainer.staging import Stager, Staging
 
 SAVE_FACTOR = 1.5
 """A save is expected to take at most this times the median of the measured ones."""
 MEMORY_SHARE = 0.005
 """Without a cadence of its own the memory tier may block training for this share of the time."""
 WARM_UP_TIMEOUT_S = 60.0
+PRUNE_TIMEOUT_S = 30.0
 
 
 class DecisionLike(Protocol):
@@ -140,10 +153,13 @@ class Checkpointer:
         on_busy: Literal["wait", "skip"] = "wait",
         rng_on_reshard: Literal["refuse", "reseed"] = "refuse",
         unsigned: bool = False,
+        trust: TrustOptions | None = None,
+        keep: str | None = None,
         run_id: str | None = None,
         timeout_s: float = 600.0,
         max_failures: int = 3,
         writer: Literal["process", "thread"] = "process",
+        staging_bytes: int | None = None,
         memory: bool | None = None,
         store: StoreOptions | None = None,
         run: RunLike | None = None,
@@ -154,10 +170,13 @@ class Checkpointer:
         save and the failure rate recommend (`keepstep ckpt interval` explains it), never longer than `max_interval_s`.
         `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
         the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
-        flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `run_id`: restore only checkpoints of
-        that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a save or a restore.
-        `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are written from. Raises
-        ConfigError for a bad argument.
+        flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `trust`: who signs and whose
+        checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy does not keep, after each commit
+        (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
+        checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
+        save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
+        written from. `staging_bytes`: memory a rank may take for staging buffers, beside what the host and its cgroup leave; an
+        image that does not fit is written block by block while training waits. Raises ConfigError for a bad argument.
         """
         if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
             every_steps, every_seconds = _steps_of(text), None
@@ -178,6 +197,7 @@ class Checkpointer:
             run = current()
         if other := os.environ.get(frames.ENV_CKPT_ROOT):
             root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other
+        self._root = open_root(os.fspath(root), store)
         self.state = state
         self._run: RunLike = run
         self._every_steps = every_steps
@@ -187,12 +207,16 @@ class Checkpointer:
         self._per_rank = wanted
         self._on_busy = on_busy
         self._rng_on_reshard = rng_on_reshard
-        self._unsigned = unsigned
+        given = trust or TrustOptions(unsigned=unsigned)
+        self._trust = merge_options(given, options_from_environment())
         self._only_run = None if run_id is None else check_run_id(run_id)
         self._timeout_s = timeout_s
         self._max_failures = max_failures
         self._life: Life | None = None
-        self._key: Any = None
+        self._keeper = None if keep is None else Keeper(self._root, keep)
+        self._signer: Signer | None = None
+        self._policy: TrustPolicy | None = None
+        self._guard: Guard | None = None
         self._last_keep_s = time.monotonic()
         self._block_s = 0.0
         self._closed = False
@@ -204,11 +228,12 @@ class Checkpointer:
         self._propose_before, self._keep_before = run.propose_save, run.propose_keep
         run.propose_save, run.propose_keep = self._propose, self._propose_keep
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
-        self._root = open_root(os.fspath(root), store)
         self._memory = _memory_wanted(memory, run.channel)
-        self._slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
-        self._sets = {slot.name: MemorySet(self._channel, slot.name) for slot in self._slots.all}
-        self._stager = Stager(self._slots, wanted, run.rank, run.world_size)
+        slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
+        self._stager = Stager(slots, wanted, run.rank, run.world_size)
+        self._staging = Staging(
+            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
+        )
         self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
         self._saver = Saver(
             self._channel,
@@ -218,9 +243,10 @@ class Checkpointer:
             world_size=run.world_size,
             timeout_s=timeout_s,
             may_commit=run.check_lease,
+            on_commit=self._note_commit,
             on_done=self._note_done,
         )
-        if unsigned and run.rank == 0:
+        if self._trust.unsigned and run.rank == 0:
             print(
                 f"keepstep: WARNING: checkpoints in {self._root.where} are NOT SIGNED (unsigned=True): "
                 "whoever can write there can replace them",
@@ -257,18 +283,17 @@ class Checkpointer:
                 attempt=self._run.attempt,
                 cycle=self._run.cycle,
                 only_run=self._only_run,
-                unsigned=self._unsigned,
+                policy=self._open_trust() if self._run.rank == 0 else None,
                 per_rank=self._per_rank,
                 rng_on_reshard=self._rng_on_reshard,
                 timeout_s=self._timeout_s,
             )
             outcome = restore(task, self.state, fresh_start=fresh)
-            self._life = life = outcome.life
+            self._life, self._guard = outcome.life, task.guard
+        life = outcome.life
         if life.checkpoint is not None:
             durable = outcome.tier in ("disk", "object")
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
-        if not self._unsigned and self._run.rank == 0:
-            self._key = signing_key()  # kept: a key file that vanishes later must not start another key in the middle
         self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):
@@ -276,6 +301,14 @@ class Checkpointer:
                 self._writer.start()  # from this thread: the process ends with the thread that started it
         threading.Thread(target=self._warm_up, name="keepstep-warm-up", daemon=True).start()
         return life.restored_step
+
+    def _open_trust(self) -> TrustPolicy:
+        """Rank 0's policy; who signs is kept: a key file that vanishes later must not start another key in the middle."""
+        self._policy = policy = load_policy(self._trust)
+        self._signer = load_signer(self._trust)
+        if self._signer is not None:
+            check_signer_is_trusted(self._signer, policy)
+        return policy
 
     def _warm_up(self) -> None:
         """Have the writer ready before the first save. If that fails the first save says so."""
@@ -355,6 +388,13 @@ class Checkpointer:
         self._begin_interval()
         return True
 
+    def _note_commit(self, checkpoint: str, manifest: Manifest) -> None:
+        """Rank 0 has committed (called on the save's thread): the mark of the root moves."""
+        if self._guard is not None and self._life is not None:
+            self._guard.committed(checkpoint, manifest, self._life.restored_step)
+        if self._keeper is not None and self._policy is not None:
+            self._keeper.after_commit(self._policy)
+
     def _note_done(self, outcome: Outcome, block_s: float) -> None:
         """A save is over (called on its thread): what it cost moves the interval."""
         if outcome.error is not None or not outcome.durable or self._every_steps or self._every_seconds:
@@ -396,33 +436,30 @@ class Checkpointer:
         else:
             job.blocked_ns = time.monotonic_ns() - job.begun_ns
             self._saver.begin(job)
+            if job.written is not None:
+                job.written.wait()
+                job.blocked_ns = time.monotonic_ns() - job.begun_ns
 
     def _stage(self, step: int, begun_ns: int, metrics: Mapping[str, float] | None, *, durable: bool) -> SaveJob:
         assert self._life is not None
-        slot = self._slots.free()
-        assert slot is not None, "one save in flight"
-        memory = self._sets[slot.name] if self._memory else None
-        if memory is not None:
-            self._forget(slot, memory)
-        staged = self._stager.stage(self.state, slot)
+        may_stream = durable and isinstance(self._root, PosixRoot)
+        staged = self._staging.stage(self.state, self._root.where, may_stream=may_stream)
         run = self._run
         return SaveJob(
             name=FolderName(step, run.cycle, run.attempt, 0, run.run_id),
-            slot=slot,
+            slot=staged.slot,
+            stream=staged.stream,
+            written=None if staged.stream is None else threading.Event(),
             file_bytes=staged.file_bytes,
             index=staged.index,
             plan=staged.plan,
             life=self._life,
-            key=self._key,
+            signer=self._signer,
             begun_ns=begun_ns,
             durable=durable,
-            memory=memory,
-            metrics=metrics,
+            memory=self._staging.memory_of(staged),
+            metrics=plain_metrics(metrics),
         )
-
-    def _forget(self, slot: Slot, memory: MemorySet) -> None:
-        memory.forget()
-        slot.kept = None
 
     @property
     def last_committed_step(self) -> int | None:
@@ -443,8 +480,10 @@ class Checkpointer:
         self._closed = True
         with self._run.phase("close"):
             self.wait()
+            if self._keeper is not None:
+                self._keeper.wait(PRUNE_TIMEOUT_S)
         self._writer.close()
-        self._slots.close()
+        self._staging.slots.close()
 
     # ---- for the run object
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import hashlib
 import os
 import random
 import sys
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_ITEMS = 64
 """Containers of the script with more items than this are data and are not looked into."""
+MAX_TENSOR_BYTES = 16 << 20
+"""Of a larger tensor only the digest is written: a frozen teacher model would fill the disk."""
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = tuple(
     {str(_PACKAGE), *(path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib")))}
@@ -197,4 +200,6 @@ def _leaf(value: Any, path: str) -> dict[str, Any] | None:
 
 
 def _bytes_of(dtype: str, shape: list[int], data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_TENSOR_BYTES:
+        dtype, data = f"SHA-256 of {dtype}", hashlib.sha256(data).digest()
     return {TAG: "bytes_of", "dtype": dtype, "shape": shape, "v": base64.b64encode(data).decode()}

@@ -6,6 +6,7 @@ there is dead history. Within a run, lives are ordered by cycle; between runs, w
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +48,8 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     tombstoned: bool = False
     size_bytes: int | None = None
     """Of all its files together, where the manifest says it."""
+    marker_sha256: str | None = None
+    """Of its marker as it is, verified or not; None when it could not be read."""
 
     @property
     def candidate(self) -> bool:
@@ -108,13 +111,14 @@ def _look(
     check: Callable[[FolderName, tuple[str, bytes]], Manifest],
 ) -> Listed:
     """Read and check the marker of one folder; what is wrong with it is said in the entry."""
-    manifest, problem, committed = None, None, True
+    manifest, problem, committed, digest = None, None, True, None
     distrust: Distrust | None = None
     try:
         marker = source.marker(name.text)
         if marker is None:
             committed = False
         else:
+            digest = hashlib.sha256(marker[1]).hexdigest()
             manifest = check(name, marker)
     except (VerificationError, StorageError) as error:
         problem = str(error)
@@ -128,6 +132,7 @@ def _look(
         error=problem,
         distrust=distrust,
         size_bytes=_size_bytes(manifest),
+        marker_sha256=digest,
     )
 
 

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.restore.freshness import leaves_behind
+from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
 from keepstep.checkpoint.storage.source import Root, Source
-from keepstep.checkpoint.trust.keys import key_path, signing_key
+from keepstep.checkpoint.trust.policy import TrustPolicy
+from keepstep.checkpoint.trust.rollback import Ruling
 from keepstep.records.codec import rfc3339
-from keepstep.records.errors import ChannelError, ConfigError, RefuseToStartError, StorageError, VerificationError
+from keepstep.records.errors import ChannelError, RefuseToStartError, StorageError, VerificationError
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-
     from keepstep.checkpoint.torch.load import Restored
 
 
@@ -43,11 +44,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rejected(msgspec.Struct, frozen=True):
-    """A candidate that was refused. `distrust`: nothing is damaged, it is signed by a key that is not trusted here."""
+    """A candidate that was refused. `distrust`: nothing is damaged, the policy does not accept who signed it."""
 
     record: QuarantineRecord
     root: Root
-    distrust: bool
+    distrust: str | None
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ class Restore(msgspec.Struct, kw_only=True):
     """One restore on one rank: what it is to look at, and how it talks to the other ranks.
 
     `roots` are where checkpoints last, nearest first; `memory` is what the job's nodes hold in memory, None when that is not asked.
+    `policy` says whose checkpoints count; rank 0 alone needs it. `guard` is rank 0's, from the restore on.
     """
 
     roots: tuple[Root, ...]
@@ -72,10 +74,11 @@ class Restore(msgspec.Struct, kw_only=True):
     attempt: int
     cycle: int
     only_run: str | None
-    unsigned: bool
+    policy: TrustPolicy | None
     per_rank: frozenset[str]
     rng_on_reshard: str = "refuse"
     timeout_s: float
+    guard: Guard | None = None
     number: int = 0  # of the proposal that is open
 
     @property
@@ -132,22 +135,14 @@ _Result = tuple[Life, "Restored | None", int]
 # ---- rank 0
 
 
-def verification_key(unsigned: bool) -> EllipticCurvePublicKey | None:
-    """The trusted public key; None when unsigned checkpoints are accepted and there is no key to check others with."""
-    if unsigned and not key_path().exists():
-        return None
-    try:
-        return signing_key().public_key()
-    except ConfigError:
-        if unsigned:
-            return None
-        raise
+_OVERRIDE = "`keepstep run --fresh-start` (KEEPSTEP_FRESH_START=1, or restore(fresh_start=True)) starts over at step 0"
 
 
 def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
     try:
-        trusted = verification_key(task.unsigned)
-        found = _list_all(task, trusted)
+        assert task.policy is not None, "rank 0 has the policy"
+        found = _list_all(task, task.policy)
+        task.guard = Guard(task.roots[0], task.channel, task.only_run, task.policy)
         facts = [item.entry.manifest.facts for item in found if item.entry.manifest and item.entry.manifest.facts]
         # A clock that was set back must not make this life look older than what it restores.
         started_ns = max([time.time_ns(), *(fact.created_ns + 1 for fact in facts)])
@@ -169,11 +164,11 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
         raise
 
 
-def _list_all(task: Restore, trusted: EllipticCurvePublicKey | None) -> list[Candidate]:
+def _list_all(task: Restore, policy: TrustPolicy) -> list[Candidate]:
     """Every checkpoint in every place, newest first, each in the nearest place first; lives of all places count."""
     found = []
     for place, source in enumerate(task.places):
-        listed = list_checkpoints(source, trusted_key=trusted, allow_unsigned=task.unsigned, run_id=task.only_run)
+        listed = list_checkpoints(source, policy=policy, run_id=task.only_run)
         found += [Candidate(place, entry) for entry in listed]
     marked = mark_abandoned([item.entry for item in found])
     found = [Candidate(item.place, entry) for item, entry in zip(found, marked, strict=True)]
@@ -183,7 +178,9 @@ def _list_all(task: Restore, trusted: EllipticCurvePublicKey | None) -> list[Can
 
 
 def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], start: Life) -> _Result:
+    assert task.guard is not None
     rejected: list[_Rejected] = []
+    lasting = [item.entry for item in found if task.places[item.place] is not task.memory]
     for item in found:
         entry = item.entry
         if not entry.candidate:
@@ -191,20 +188,60 @@ def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], s
         if entry.manifest is None:
             _reject(task, rejected, item, entry.error or "manifest", 0, distrust=entry.distrust)
             continue
+        ruling = _ruling(task, item, lasting, rejected)
+        if ruling.action == "skip":
+            print(
+                f"keepstep: checkpoint {entry.name.text} is passed over: {ruling.reason}", file=sys.stderr, flush=True
+            )
+            continue
         life = msgspec.structs.replace(
             start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=entry.manifest.digest
         )
         restored = _propose(task, state, life, item, rejected)
         task.number += 1
         if restored is not None:
-            for refused in rejected:
-                if refused.distrust:
-                    # One checkpoint did verify with this key, so the key is right and the others are not ours.
-                    _quarantine(refused)
+            _accept(task, life, item, lasting, rejected, ruling)
             return life, restored, item.place
     _refuse_unless_empty(task, found, rejected)
+    task.guard.check_start(task.run_id, _OVERRIDE)
     task.channel.set(f"restore/{task.number}", {"start": msgspec.to_builtins(start)})
     return start, None, 0
+
+
+def _ruling(task: Restore, item: Candidate, lasting: list[Listed], rejected: list[_Rejected]) -> Ruling:
+    """What the mark says about a candidate. Raises RefuseToStartError when it would be an unexplained step back."""
+    assert task.guard is not None
+    damaged = frozenset(refused.record.checkpoint for refused in rejected if not refused.distrust)
+    ruling = task.guard.rule(item.entry, lasting, damaged)
+    if ruling.action != "refuse":
+        return ruling
+    if task.places[item.place] is task.memory:
+        return Ruling(action="skip", reason=ruling.reason)  # something newer lasts elsewhere
+    raise RefuseToStartError(ruling.reason)
+
+
+def _accept(
+    task: Restore,
+    life: Life,
+    item: Candidate,
+    lasting: list[Listed],
+    rejected: list[_Rejected],
+    ruling: Ruling,
+) -> None:
+    """All ranks took the candidate: move the mark, and settle what became of those that were refused before it."""
+    for refused in rejected:
+        if refused.distrust == "key":
+            # One checkpoint did verify with this policy, so the policy is right and the others are not ours.
+            _quarantine(task, refused)
+    if task.places[item.place] is not task.memory:
+        assert task.guard is not None
+        task.guard.restored(
+            item.entry,
+            run=task.run_id,
+            life_started_ns=life.started_ns,
+            permit=ruling.permit,
+            left_behind=leaves_behind(item.entry, lasting, task.guard.mark),
+        )
 
 
 def _propose(
@@ -262,16 +299,18 @@ def _reject(
     )
     if source is not task.memory:
         # What memory holds ends with the job; the same checkpoint may still be whole where it lasts.
-        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust == "key")
+        refused = _Rejected(record, task.roots[item.place - len(task.places)], distrust)
         rejected.append(refused)
         if distrust is None:
-            _quarantine(refused)
+            _quarantine(task, refused)
     fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
     with contextlib.suppress(ChannelError):
         task.channel.report("quarantined", fields)
 
 
-def _quarantine(refused: _Rejected) -> None:
+def _quarantine(task: Restore, refused: _Rejected) -> None:
+    if task.guard is not None:
+        task.guard.refused(refused.record.checkpoint)
     try:
         write_quarantine(refused.root, refused.record)
     except StorageError as error:  # a root that is read-only can still be restored from
@@ -280,19 +319,16 @@ def _quarantine(refused: _Rejected) -> None:
 
 def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: list[_Rejected]) -> None:
     """Raises RefuseToStartError when a root holds anything that step 0 would put out of sight."""
-    override = (
-        "`keepstep run --fresh-start` (KEEPSTEP_FRESH_START=1, or restore(fresh_start=True)) starts over at step 0"
-    )
     found = [item for item in candidates if task.places[item.place] is not task.memory]
     committed = [item for item in found if item.entry.committed]
     if committed:
         newest = committed[0]
         why = rejected[0].record.reason if rejected else _why_not(task.places[newest.place], newest.entry)
-        keys = sum(item.distrust for item in rejected)
-        hint = f"; {keys} are signed by a key other than {key_path()}" if keys else ""
+        keys = sum(item.distrust == "key" for item in rejected)
+        hint = f"; {keys} are signed by somebody who is not trusted here (--trust-key)" if keys else ""
         raise RefuseToStartError(
             f"{task.where} holds {len(committed)} committed checkpoints, but none can be restored. "
-            f"Newest: {newest.entry.name.text}: {why}{hint}. {override}"
+            f"Newest: {newest.entry.name.text}: {why}{hint}. {_OVERRIDE}"
         )
     # Folders without a marker: the first save of this very run was cut short, and nothing is lost by starting at 0. The pointer
     # file proves that something was committed once, and another run's folder may be a copy that lost its marker.
@@ -302,7 +338,7 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
         example = (foreign or [names[0].text])[0]
         raise RefuseToStartError(
             f"{task.where} holds {len(names)} checkpoint folders without a manifest (e.g. {example}), so none can be "
-            f"restored; were they copied without it? {override}"
+            f"restored; were they copied without it? {_OVERRIDE}"
         )
     if names:
         print(
@@ -314,6 +350,8 @@ def _refuse_unless_empty(task: Restore, candidates: list[Candidate], rejected: l
 def _why_not(source: Source, entry: Listed) -> str:
     if entry.quarantined:
         return f"quarantined, see its record in {source.where}"
+    if entry.tombstoned:
+        return "its deletion was begun"
     return f"abandoned by {entry.abandoned_by}" if entry.abandoned_by else (entry.error or "unknown")
 
 
@@ -335,8 +373,8 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.files(life.checkpoint) is None:
-            return None, {"ok": False, "absent": True, "reason": "no such folder"}
+        if source.marker(life.checkpoint) is None:
+            return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
         return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}

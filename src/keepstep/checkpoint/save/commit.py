@@ -14,7 +14,15 @@ import msgspec
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.writer import FileFact
-from keepstep.checkpoint.trust.manifest import Facts, Manifest, Writer, build_statement, parse_manifest, sign_statement
+from keepstep.checkpoint.trust.manifest import (
+    Facts,
+    Manifest,
+    Writer,
+    build_statement,
+    parse_manifest,
+    plain_metrics,
+    sign_statement,
+)
 from keepstep.checkpoint.trust.signers import Signer, as_signer
 from keepstep.records.codec import rfc3339, to_json
 from keepstep.records.errors import StorageError
@@ -50,17 +58,17 @@ def writer_facts(
         restored_from=restored_from,
         scope=scope,
         life_started_ns=life_started_ns,
-        metrics=dict(metrics or {}),
+        metrics=plain_metrics(metrics),
     )
 
 
 def _marker(
-    folder: str, files: list[FileFact], facts: Facts, key: EllipticCurvePrivateKey | Signer | None
+    folder: str, files: list[FileFact], facts: Facts, signer: EllipticCurvePrivateKey | Signer | None
 ) -> tuple[str, bytes]:
-    """Name and content of the marker: signed unless `key` is None."""
-    name = MARKER_UNSIGNED if key is None else MARKER_SIGNED
+    """Name and content of the marker: signed unless `signer` is None."""
+    name = MARKER_UNSIGNED if signer is None else MARKER_SIGNED
     statement = build_statement(folder, files, facts, marker=name)
-    return name, statement if key is None else sign_statement(statement, key)
+    return name, statement if signer is None else sign_statement(statement, signer)
 
 
 def commit(
@@ -68,7 +76,7 @@ def commit(
     folder: str,
     files: list[FileFact],
     facts: Facts,
-    key: EllipticCurvePrivateKey | Signer | None,
+    signer: EllipticCurvePrivateKey | Signer | None,
     *,
     may_publish: Callable[[], None] = lambda: None,
 ) -> Manifest:
@@ -77,17 +85,17 @@ def commit(
     All `files` must be durable already. `may_publish` is asked last and raises StorageError when it must not be. Raises
     StorageError; then nothing is published.
     """
-    marker, data = _marker(folder, files, facts, key)
+    marker, data = _marker(folder, files, facts, signer)
     root.publish(folder, marker, data, may_publish=may_publish)
-    trusted_key = None if key is None else as_signer(key).public_key
-    return parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=key is None)
+    trusted_key = None if signer is None else as_signer(signer).public_key
+    return parse_manifest(data, marker, trusted_key=trusted_key, allow_unsigned=signer is None)
 
 
 def memory_marker(
-    folder: str, files: list[FileFact], facts: Facts, algorithm: str, key: EllipticCurvePrivateKey | Signer | None
+    folder: str, files: list[FileFact], facts: Facts, algorithm: str, signer: EllipticCurvePrivateKey | Signer | None
 ) -> tuple[str, bytes]:
     """Name and content of the marker of a set in memory, whose data files are listed by fingerprints of `algorithm`."""
-    return _marker(folder, files, msgspec.structs.replace(facts, memory=algorithm), key)
+    return _marker(folder, files, msgspec.structs.replace(facts, memory=algorithm), signer)
 
 
 def write_tier_note(root: Root, folder: str, kept: bool) -> None:

@@ -28,7 +28,8 @@ from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root
 from keepstep.checkpoint.storage.targets import PosixFile
 from keepstep.checkpoint.storage.writer import FileFact
-from keepstep.checkpoint.trust.manifest import Facts
+from keepstep.checkpoint.trust.manifest import Facts, Manifest
+from keepstep.checkpoint.trust.signers import Signer
 from keepstep.records.errors import ChannelError, StorageError
 
 _KEYS_AT_ONCE = 500  # values of that many ranks fit into one frame of the side channel
@@ -38,17 +39,20 @@ _LOOK_EVERY_S = 1.0
 class SaveJob(msgspec.Struct, kw_only=True):
     """One staged save of this rank. The slot is not touched again before the save is over.
 
+    `stream` writes the image to a path from the training's own tensors when it could not be staged: then training waits
+    for `written`.
+
     `durable`: written to the root; otherwise it is kept in memory only. `memory`: what keeps it there, None for not at all. `plan`
     is the digest of what all ranks are to save.
     """
 
     name: FolderName
-    slot: Slot
+    slot: Slot | None
     file_bytes: int
     index: Index
     plan: str
     life: Life
-    key: Any
+    signer: Signer | None
     begun_ns: int
     """When staging began (CLOCK_MONOTONIC)."""
     blocked_ns: int = 0
@@ -56,6 +60,8 @@ class SaveJob(msgspec.Struct, kw_only=True):
     durable: bool = True
     memory: MemorySet | None = None
     metrics: Mapping[str, float] | None = None
+    stream: Callable[[Path], FileFact] | None = None
+    written: threading.Event | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,15 +95,15 @@ class Saver:
         world_size: int,
         timeout_s: float,
         may_commit: Callable[[], None] = lambda: None,
-        on_commit: Callable[[str], None] = lambda _folder: None,
+        on_commit: Callable[[str, Manifest], None] = lambda _folder, _manifest: None,
         on_done: Callable[[Outcome, float], None] = lambda _outcome, _block_s: None,
         delay_s: float = 0.0,
     ) -> None:
         """`may_commit` is called right before the marker is written and raises StorageError when it must not be.
 
-        `on_commit` is called on rank 0 with the folder's name once it is committed, `on_done` on every rank at the end of a save
-        with the seconds for which it blocked training. `delay_s` holds back this rank's write, never
-        the staging, so that not all ranks of a large job write at once.
+        `on_commit` is called on rank 0 with folder and manifest once they are committed, `on_done` on every rank at the end of a
+        save with the seconds for which it blocked training. `delay_s` holds back this rank's write, never the staging, so that
+        not all ranks of a large job write at once.
         """
         self._channel = channel
         self._root = root
@@ -131,8 +137,8 @@ class Saver:
         assert self._thread is None, "one save in flight"
         self._number += 1
         self._begun_ns = job.begun_ns
-        job.slot.busy = True
-        job.slot.kept = None
+        if job.slot is not None:
+            job.slot.busy, job.slot.kept = True, None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
@@ -186,8 +192,10 @@ class Saver:
         if outcome.checkpoint is not None and job.durable:
             self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
-        job.slot.kept = outcome.step if outcome.kept else None
-        job.slot.busy = False
+        if job.slot is not None:
+            job.slot.busy, job.slot.kept = False, outcome.step if outcome.kept else None
+        if job.written is not None:
+            job.written.set()  # also when it failed before it came to writing
         if self._rank == 0:
             self._report(outcome)
         self._outcome = outcome
@@ -218,6 +226,9 @@ class Saver:
         if self._delay_s and job.durable:
             time.sleep(self._delay_s)
         name = rank_file_name(self._rank, self._world_size)
+        if job.stream is not None:
+            return self._stream(job.stream, job.written, folder, name, number)
+        assert job.slot is not None
 
         def on_sealed(sealed: Sealed) -> None:
             self._keep_own(job, folder, name, sealed, number)
@@ -234,6 +245,23 @@ class Saver:
         if fingerprint_blocks(slot.view(size))[1] != sealed.fingerprints:
             raise StorageError(f"{name}: the staging buffer changed while it was written")
         return msgspec.structs.replace(fact, blocks=sealed.blocks)
+
+    def _stream(
+        self,
+        stream: Callable[[Path], FileFact],
+        written: threading.Event | None,
+        folder: str,
+        name: str,
+        number: int,
+    ) -> FileFact:
+        assert isinstance(self._root, PosixRoot)
+        with contextlib.suppress(ChannelError):
+            self._channel.set(f"ckpt/{number}/sealed/{self._rank}", {"error": "the image could not be staged"})
+        try:
+            return stream(self._root.path.absolute() / folder / name)
+        finally:
+            if written is not None:
+                written.set()
 
     def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
         """Keep the sealed image in memory and say so; that this fails is no failure of the save."""
@@ -261,19 +289,20 @@ class Saver:
         self._channel.set(f"ckpt/{number}/folder", {"name": folder})
         own = self._store(job, folder, number)
         kept = job.memory is not None and self._keep_set(job, folder, number)
-        digest = None
+        manifest = None
         if job.durable:
             assert own is not None
-            digest = self._publish(job, folder, number, own)
+            manifest = self._publish(job, folder, number, own)
         elif not kept:
             raise StorageError("not all ranks could keep their image in memory")
+        digest = None if manifest is None else manifest.digest
         # The commit is durable; a channel that fails now changes nothing about that.
         with contextlib.suppress(ChannelError):
             self._channel.set(f"ckpt/{number}/result", {"digest": digest, "kept": kept})
-        if job.durable:
+        if manifest is not None:
             write_tier_note(self._root, folder, kept)
             self._root.note_latest(step)
-            self._on_commit(folder)
+            self._on_commit(folder, manifest)
         return Outcome(
             step=step,
             durable=job.durable,
@@ -307,7 +336,7 @@ class Saver:
             files = [fingerprint_fact(rank_file_name(rank, self._world_size), fact) for rank, fact in facts.items()]
             index = msgspec.json.encode(job.index)
             files.append(FileFact(name=INDEX_NAME, size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest()))
-            marker, data = memory_marker(folder, files, self._facts(job), facts[0].algorithm, job.key)
+            marker, data = memory_marker(folder, files, self._facts(job), facts[0].algorithm, job.signer)
             mark = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle}
             job.memory.keep_bytes("index", folder, INDEX_NAME, index, mark)
             job.memory.keep_bytes("marker", folder, marker, data, mark)
@@ -315,7 +344,7 @@ class Saver:
             return False
         return True
 
-    def _publish(self, job: SaveJob, folder: str, number: int, own: FileFact) -> str:
+    def _publish(self, job: SaveJob, folder: str, number: int, own: FileFact) -> Manifest:
         others = self._collect(number, "rank", range(1, self._world_size))
         files = [own]
         for rank, value in others.items():
@@ -331,7 +360,7 @@ class Saver:
         files.append(self._root.put_file(folder, INDEX_NAME, [msgspec.json.encode(job.index)]))
         if not self._channel.grant(folder, job.name.step):
             raise StorageError(f"{folder}: the launcher did not grant the commit (this cycle is over)")
-        return commit(self._root, folder, files, self._facts(job), job.key, may_publish=self._may_commit).digest
+        return commit(self._root, folder, files, self._facts(job), job.signer, may_publish=self._may_commit)
 
     def _collect(self, number: int, what: str, ranks: range) -> dict[int, dict[str, Any]]:
         """What `ranks` say of their part.

@@ -60,6 +60,10 @@ class Slots:
         idle.sort(key=lambda slot: (slot.kept is not None and slot.kept == newest, slot.kept or -1))
         return idle[0] if idle else None
 
+    def other_than(self, slot: Slot) -> Slot | None:
+        """An idle slot that is not `slot`."""
+        return next((other for other in self.all if other is not slot and not other.busy), None)
+
     def grow(self, slot: Slot, size_bytes: int) -> None:
         """Make room for `size_bytes` in `slot`. Raises StorageError or ChannelError when there is no memory for it."""
         if len(slot) >= size_bytes:

@@ -35,7 +35,7 @@ _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); import keepstep; sys.path.append(sys.path.pop(0)); "
     "from keepstep.checkpoint.save.writerproc import main; main(sys.argv[2:])"
 )
-_KILL_WAIT_S = 1.0
+_END_WAIT_S = 1.0
 ERROR_KINDS: dict[str, type[KeepstepError]] = {"ConfigError": ConfigError, "VerificationError": VerificationError}
 
 
@@ -187,16 +187,23 @@ class _Child:
 
         Returns how it ended, or None when it cannot be killed at present (blocked in the kernel).
         """
-        self._sock.close()
         if os.getpid() != self.owner:  # a fork of the rank: the process is not its child
+            self._sock.close()
             os.close(self._pidfd)
             return ""
-        deadline = time.monotonic() + _KILL_WAIT_S
-        if kill or not self._wait_for(self._pidfd, select.POLLIN, deadline, death=False):
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(
+                socket.SHUT_RDWR
+            )  # forks of the rank hold the socket too: a close alone may not be seen
+        self._sock.close()
+        if kill or not self._ends_soon():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self._wait_for(self._pidfd, select.POLLIN, deadline + _KILL_WAIT_S, death=False)
+            self._ends_soon()
         return self.reap()
+
+    def _ends_soon(self) -> bool:
+        return self._wait_for(self._pidfd, select.POLLIN, time.monotonic() + _END_WAIT_S, death=False)
 
     def reap(self) -> str | None:
         """Collect the status of a process that has ended: how it ended, or None while it runs."""

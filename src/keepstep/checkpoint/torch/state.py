@@ -163,6 +163,8 @@ def plain_values(state: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
         plain[name] = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         if callable(named_buffers := getattr(value, "named_buffers", None)):
             owned.update(join(name, key) for key, _ in named_buffers(remove_duplicate=False))
+        if callable(buffer_paths := getattr(value, "buffer_paths", None)):
+            owned.update(join(join(name, part), key) for part, key in buffer_paths())
     return plain, frozenset(owned)
 
 
@@ -259,6 +261,27 @@ def stage(captured: Captured, table: TensorTable, layout: ImageLayout, blob: byt
         if device is not None:
             devices.add(device)
     memory[layout.blob_begin : layout.blob_begin + len(blob)] = blob
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def fill_window(
+    captured: Captured, table: TensorTable, layout: ImageLayout, blob: bytes, window: Room, begin: int, end: int
+) -> None:
+    """Copy bytes [begin, end) of the image's body to the start of `window`: a part of what `stage` copies."""
+    memory, devices = window.memory, set()
+    for at, data in ((0, layout.header), (layout.blob_begin, blob)):
+        low, high = max(begin, at), min(end, at + len(data))
+        if low < high:
+            memory[low - begin : high - begin] = data[low - at : high - at]
+    for key, piece in table.pieces.items():
+        at = layout.offsets[key]
+        low, high = max(begin, at), min(end, at + piece.end - piece.begin)
+        if low < high:
+            part = Piece(piece.name, piece.key, piece.box, piece.begin + low - at, piece.begin + high - at)
+            device = copy_piece(captured.sources[piece.name], part, window, low - begin)
+            if device is not None:
+                devices.add(device)
     for device in devices:
         torch.accelerator.synchronize(device)
 

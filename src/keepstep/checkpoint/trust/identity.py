@@ -83,10 +83,11 @@ def verify_chain(chain: list[Certificate], roots: list[Certificate], at_ns: int,
             "certificate identities need cryptography 45 or newer: pip install 'keepstep[checkpoint]' --upgrade"
         ) from None
     # The rules of the web (a host name, a server's or client's purpose) do not fit; those of RFC 5280 stay, and the
-    # purpose asked for is code signing, on every level that names purposes (as sigstore's clients ask).
+    # purpose asked for is code signing, on every level that names purposes (as sigstore's clients ask). That an issuer is
+    # an authority is checked by the path builder itself.
     ca_policy = (
         extension_policy.permit_all()
-        .require_present(x509.BasicConstraints, criticality.AGNOSTIC, _is_authority)
+        .require_present(x509.BasicConstraints, criticality.AGNOSTIC, None)
         .may_be_present(x509.KeyUsage, criticality.AGNOSTIC, _may_certify)
         .may_be_present(x509.ExtendedKeyUsage, criticality.AGNOSTIC, _for_code)
     )
@@ -119,11 +120,6 @@ def _datetime(at_ns: int, what: str) -> datetime.datetime:
 
 
 # ---- validators: a ValueError rejects the certificate, its text becomes part of the error
-
-
-def _is_authority(_policy: Policy, _certificate: Certificate, constraints: BasicConstraints) -> None:
-    if not constraints.ca:
-        raise ValueError("the issuing certificate is no certificate authority")
 
 
 def _is_no_authority(_policy: Policy, _certificate: Certificate, constraints: BasicConstraints | None) -> None:

@@ -9,6 +9,8 @@ nothing is looked up by name.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +27,7 @@ from keepstep.checkpoint.trust.envelope import Opened, decode, fingerprint, open
 from keepstep.checkpoint.trust.envelope import UntrustedKeyError as UntrustedKeyError  # noqa: PLC0414 (readers of manifests catch it)
 from keepstep.checkpoint.trust.signers import as_signer
 from keepstep.records.codec import to_json
-from keepstep.records.errors import VerificationError
+from keepstep.records.errors import ConfigError, VerificationError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -121,6 +123,23 @@ class _Statement(msgspec.Struct, frozen=True):
     subject: list[_Subject]
     predicateType: str
     predicate: _Predicate
+
+
+def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as a manifest can hold them: numbers, and what turns into one (a tensor of one element).
+
+    JSON has no NaN and no infinity: a metric that is not finite is left out, since it is nobody's best. Raises ConfigError
+    naming the metric that is no number.
+    """
+    plain = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(f"metric {name!r} is a {type(value).__name__} and no number: {error}") from None
+        if math.isfinite(number):
+            plain[str(name)] = number
+    return plain
 
 
 def root_digest(files: list[FileFact] | tuple[FileFact, ...]) -> str:

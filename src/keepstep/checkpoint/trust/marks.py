@@ -7,6 +7,7 @@ after it was moved.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
@@ -157,15 +158,21 @@ def _without(places: dict[str, dict[str, Mark]], where: str) -> dict[str, dict[s
 
 
 def file_marks(root: Root, scope: str) -> FileMarks:
-    """The mark of `root` in the user's keepstep folder. Raises StorageError (the root has no id and takes none)."""
-    return FileMarks(root=root_id(root), where=_place(root), scope=scope, folder=marks_folder())
+    """The mark of `root` in the user's keepstep folder. A root that takes no id is known by its place alone."""
+    where = place_of(root)
+    try:
+        known = root_id(root)
+    except StorageError:
+        known = hashlib.sha256(where.encode()).hexdigest()[:32]
+    return FileMarks(root=known, where=where, scope=scope, folder=marks_folder())
 
 
 def look_up_mark(root: Root, scope: str) -> Mark | None:
     """The mark of `root` in the user's keepstep folder, writing nothing. Raises StorageError."""
     known = _read_root_id(root) or ""
-    return FileMarks(root=known, where=_place(root), scope=scope, folder=marks_folder()).get()
+    return FileMarks(root=known, where=place_of(root), scope=scope, folder=marks_folder()).get()
 
 
-def _place(root: Root) -> str:
+def place_of(root: Root) -> str:
+    """Where `root` is: its URL, or its path with all links followed."""
     return root.where if "://" in root.where else str(Path(root.where).resolve())

@@ -12,8 +12,9 @@ reason that somebody answers for:
 
 A checkpoint that has disappeared is none of these: the restore is refused.
 
-Going back moves the mark, and leaves a *turn*: everything beyond the step gone back to, written before, is dead and is
-passed over from then on, so that what a person rolled back from does not return by itself. Functions here are pure.
+Going back moves the mark, and leaves a *turn* (at once by a permit, else with the first commit after it): everything beyond
+the step gone back to, written before, is dead and is passed over from then on, so that what was rolled back from does not
+return by itself. Functions here are pure.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """`keepstep.mark/1`: the newest known checkpoint of a root, for one run or for the whole root.
 
-    `refused` are folders found damaged since the mark was set; `used` the nonces of permits that were used up.
+    `refused` are folders found damaged since the mark was set; `used` the nonces of permits that were used up. `behind`: the
+    restore that set the mark left something behind, which is dead as soon as its life commits.
     """
 
     schema: str = "keepstep.mark/1"
     at: Position
+    behind: bool = False
     turns: tuple[Turn, ...] = ()
     refused: tuple[str, ...] = ()
     used: tuple[str, ...] = ()
@@ -67,8 +70,8 @@ MarkedState = Literal[
     "absent", "uncommitted", "replaced", "distrusted", "quarantined", "damaged", "abandoned", "intact"
 ]
 """What became of the checkpoint at the mark. `quarantined`: by a record that the mark knows nothing of; `replaced`: another
-marker is in its folder; `distrusted`: its marker is signed by nobody who is trusted; `abandoned`: a later life went back
-before it. `damaged` covers what this restore or the mark knows to be damaged."""
+valid marker is in its folder; `distrusted`: its marker is the one that was committed, but nobody who is trusted now signed it;
+`abandoned`: a later life went back before it. `damaged` covers what this restore or the mark knows to be damaged."""
 
 _WHY: dict[MarkedState, str] = {
     "absent": "has disappeared: was it deleted, or is this an older copy of the checkpoint root?",
@@ -131,32 +134,30 @@ def is_dead(position: Position, turns: Sequence[Turn]) -> bool:
 def marked_state(
     mark: Mark,
     *,
-    present: bool,
     committed: bool,
     digest: str | None,
+    verified: bool,
     quarantined: bool = False,
     rejected: bool = False,
     distrusted: bool = False,
     abandoned: bool = False,
 ) -> MarkedState:
-    """What became of the checkpoint at the mark, from what is seen of its folder now.
+    """What became of the checkpoint at the mark, from what is seen of its folder now; without a folder it is absent.
 
-    `digest` is that of its marker when it verifies, None when not. `rejected`: this restore found it damaged.
+    `digest` is that of its marker, None when that cannot be read; `verified`, `distrusted`: the marker does, or only for the
+    policy does not, verify. `rejected`: this restore found the checkpoint damaged.
     """
-    if not present:
-        return "absent"
     if not committed:
         return "uncommitted"
-    if digest is not None and digest != mark.at.digest:
-        return "replaced"
     if rejected or (quarantined and mark.at.checkpoint in mark.refused):
         return "damaged"
+    if digest != mark.at.digest:
+        # Another marker that verifies is somebody's doing; one that does not is a forgery, or simply broken.
+        return "replaced" if verified else "damaged"
     if distrusted:
         return "distrusted"
     if quarantined:
         return "quarantined"
-    if digest is None:
-        return "damaged"
     return "abandoned" if abandoned else "intact"
 
 
@@ -184,7 +185,8 @@ def check_rollback(candidate: Position, mark: Mark | None, marked: MarkedState, 
         return Ruling(action="restore")
     if is_dead(candidate, mark.turns):
         return Ruling(action="skip", reason="a later life of the job went back before it")
-    if is_newer(candidate, mark.at) or marked in ("damaged", "abandoned"):
+    # As new as the mark is the same save in another place: a set in memory has a marker of its own.
+    if not is_newer(mark.at, candidate) or marked in ("damaged", "abandoned"):
         return Ruling(action="restore")
     if marked == "intact" and candidate.run != mark.at.run and candidate.step >= mark.at.step:
         return Ruling(action="restore")  # nothing is lost: another run under the same root is further
@@ -225,7 +227,8 @@ def after_commit(mark: Mark | None, at: Position, restored_step: int) -> Mark:
     if mark is not None and (mark.at.run, mark.at.life_started_ns) == (at.run, at.life_started_ns):
         return Mark(at=at, turns=mark.turns, used=mark.used)
     turns, used = (mark.turns, mark.used) if mark is not None else ((), ())
-    if mark is None or restored_step < mark.at.step:  # a fresh start: nothing was restored that moved the mark
+    # A lower step is a fresh start: nothing was restored that moved the mark.
+    if mark is None or mark.behind or restored_step < mark.at.step:
         turns = _with_turn(turns, Turn(run=at.run, life_started_ns=at.life_started_ns, restored_step=restored_step))
     return Mark(at=at, turns=turns, used=used)
 
@@ -241,17 +244,20 @@ def after_refusal(mark: Mark, checkpoint: str) -> Mark:
 def after_restore(
     mark: Mark | None, at: Position, *, run: str, life_started_ns: int, permit: Permit | None, left_behind: bool
 ) -> Mark:
-    """The mark after all ranks restored `at`, in the life of `run` that begins at `life_started_ns`.
+    """The mark after all ranks restored `at` from a place that lasts, in the life of `run` that begins at `life_started_ns`.
 
-    `permit` allowed it and is used up. `left_behind`: the listing holds something committed beyond `at`.
+    A restore from memory leaves the mark alone: what memory holds may be gone the next time.
+    `permit` allowed it and is used up; what lies beyond is dead at once. `left_behind`: the listing holds something committed
+    beyond `at`. Without a permit that is dead once this life has committed: until then it may come back, if it was passed over
+    for a key that was forgotten.
     """
     turns, used = (mark.turns, mark.used) if mark is not None else ((), ())
     if permit is not None:
         turns = tuple(turn for turn in turns if not is_dead(at, [turn]))  # back to what was left behind before
-        used = (*used, permit.nonce)
-    if left_behind or permit is not None or (mark is not None and at.step < mark.at.step):
         turns = _with_turn(turns, Turn(run=run, life_started_ns=life_started_ns, restored_step=at.step))
-    return Mark(at=at, turns=turns, used=used)
+        used = (*used, permit.nonce)
+    behind = left_behind or (mark is not None and (at.step < mark.at.step or (mark.behind and at == mark.at)))
+    return Mark(at=at, behind=behind, turns=turns, used=used)
 
 
 def _with_turn(turns: tuple[Turn, ...], new: Turn) -> tuple[Turn, ...]:

@@ -39,6 +39,8 @@ _encoder = msgspec.json.Encoder()
 class _Node:
     def __init__(self) -> None:
         self.address = ""
+        self.told_by: tuple[int, str] | None = None
+        """pid and boot id of the launcher that told all it holds."""
         self.images: dict[tuple[str, str], m.HeldImage] = {}
 
 
@@ -80,14 +82,18 @@ class Holdings:
         result: Any = None
         if isinstance(message, m.KeepNote):
             touched = self._note(node, message)
+            if message.whole and node in job.nodes:
+                self._nodes[node].told_by = _life(job, node)
             if self._tier == "peer":
                 self._order_copies(job, node, message, send)
                 for note in self._reaches(job, touched, now_ns):
                     report(node, note)
         elif isinstance(message, m.GetKept):
             result = self.page(message.checkpoint, message.after) if message.checkpoint else {"sets": self.newest()}
+            result["untold"] = self.untold(job)
         else:
             result = self.locate(job, node, message.checkpoint, message.file)
+            result["untold"] = 0 if result["holders"] else self.untold(job)
         return to_json(m.Reply(epoch=job.epoch, id=message.id, result=result)).decode()
 
     def forget(self, node: str) -> None:
@@ -97,6 +103,11 @@ class Holdings:
             self._remove(node, key)
 
     # ---- what is asked
+
+    def untold(self, job: Job) -> int:
+        """Nodes that have not said yet what they hold: whoever asks a coordinator that just started asks once more."""
+        known = self._nodes
+        return sum(node not in known or known[node].told_by != _life(job, node) for node in job.nodes)
 
     def newest(self) -> list[msgspec.Raw]:
         """The newest checkpoints that are held, newest first: [{checkpoint, files, size_bytes, copied, facts}].
@@ -155,8 +166,8 @@ class Holdings:
         # At random: of an image that all nodes want soon many hold one.
         chosen = random.sample(holders, min(SHOWN_HOLDERS, len(holders)))
         image = held[chosen[0]]
-        holders = [[n, self._address(job, n)] for n in chosen]
-        return {"size_bytes": image.size_bytes, "facts": image.facts, "holders": holders}
+        shown = [[n, self._address(job, n)] for n in chosen]
+        return {"size_bytes": image.size_bytes, "facts": image.facts, "holders": shown}
 
     def _address(self, job: Job, node: str) -> str:
         address = self._nodes[node].address
@@ -284,6 +295,10 @@ class Holdings:
             attrs = {"checkpoint": checkpoint, "step": one.name.step, "tier": "peer", "files": len(one.files)}
             notes.append(m.Note(id=-1, cycle=job.last_cycle, kind="tier_reached", rank=-1, t_ns=now_ns, attrs=attrs))
         return notes
+
+
+def _life(job: Job, node: str) -> tuple[int, str]:
+    return job.nodes[node].pid, job.nodes[node].boot_id
 
 
 def _was_told(job: Job, checkpoint: str) -> bool:

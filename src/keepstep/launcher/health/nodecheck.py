@@ -20,7 +20,7 @@ import msgspec
 
 from keepstep.launcher.bounded import Pending
 from keepstep.launcher.health.gpus import Gpu, GpuReport, read_gpus
-from keepstep.launcher.procs import available_memory_bytes
+from keepstep.records.hostmemory import available_memory_bytes
 
 GB = 1 << 30
 MB = 1 << 20

@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.checkpoint.format.layout import is_plain_file_name, parse_folder_name
-from keepstep.launcher.procs import available_memory_bytes, make_memfd
+from keepstep.launcher.procs import make_memfd
+from keepstep.records.hostmemory import available_memory_bytes
 
 MAX_BUFFERS = 64
 """Of one rank."""
@@ -96,6 +97,9 @@ class NodeImages:
         """In the order in which they came."""
         self._kept_in: dict[Key, tuple[int, str]] = {}
         self._changed: set[Key] = set()
+        self._dropped: list[int] = []
+        """Descriptors to close. The kernel frees many gigabytes in no short time, so that threads do it."""
+        self._freeing = threading.Lock()
         self._local: frozenset[int] | None = None
         self._kept_here: dict[int, set[str]] = {}
         """Rank of the present cycle -> checkpoints it kept in it."""
@@ -164,6 +168,7 @@ class NodeImages:
             for key, held in list(self._buffers.items()):
                 if key[0] not in self._local and held.image is None:
                     self._drop_buffer(key)
+        self._tell()
 
     # ---- images
 
@@ -210,9 +215,11 @@ class NodeImages:
                 return _allocate("keepstep-copy", image.size_bytes, self._available())
             with self._lock:
                 self._drop_older_sets(image.checkpoint, MAX_COPIED_SETS - 1)
+            self._free()
             if 2 * image.size_bytes > self._available():
                 with self._lock:
                     self._drop_older_sets(image.checkpoint, 0)
+                self._free()
             self._tell()
             return _allocate("keepstep-copy", image.size_bytes, self._available() // 2)
 
@@ -246,6 +253,7 @@ class NodeImages:
             for copied in list(self._copies):
                 self._drop_copy(copied)
             self._changed.clear()
+        self._free()
 
     # ---- with the lock held
 
@@ -264,12 +272,12 @@ class NodeImages:
         self._unkeep(buffer)
         held = self._buffers.pop(buffer, None)
         if held is not None:
-            os.close(held.fd)
+            self._dropped.append(held.fd)
 
     def _drop_copy(self, key: Key) -> None:
         copied = self._copies.pop(key, None)
         if copied is not None:
-            os.close(copied.fd)
+            self._dropped.append(copied.fd)
             self._changed.add(key)
 
     def _drop_older_sets(self, coming: str, stay: int) -> None:
@@ -293,6 +301,7 @@ class NodeImages:
 
     def _make_room(self, size_bytes: int, spared: str | None = None) -> None:
         """Drop copies, oldest first, then images of ranks that moved away, until so much memory is free or nothing is left."""
+        self._free()
         while self._available() < size_bytes:
             with self._lock:
                 copied = next((k for k in self._copies if k[0] != spared), None)
@@ -302,12 +311,23 @@ class NodeImages:
                 elif moved and spared is None:
                     self._drop_buffer(moved[0])
                 else:
-                    return
+                    break
+            self._free()
         self._tell()
 
     def _tell(self) -> None:
         if self._changed:
             self._on_change()
+        if self._dropped:
+            threading.Thread(target=self._free, name="keepstep-free", daemon=True).start()
+
+    def _free(self) -> None:
+        """Returns when all that was dropped so far is given back, also by another thread."""
+        with self._freeing:
+            with self._lock:
+                dropped, self._dropped = self._dropped, []
+            for fd in dropped:
+                os.close(fd)
 
 
 def _allocate(name: str, size_bytes: int, available: int) -> int:

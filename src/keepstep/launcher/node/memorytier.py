@@ -29,6 +29,9 @@ COALESCE_S = 0.05
 """How long news are gathered: the ranks of a node keep their images at about the same time."""
 NOTE_IMAGES = 256
 """Of one note: 256 times the longest facts and names stay below a message's size."""
+UNTOLD_S = 5.0
+"""How long a question waits for nodes that have not told a new coordinator what they hold."""
+ASK_AGAIN_S = 0.1
 FETCHES = 4
 """Images that are fetched at once."""
 COPY_NICE = 10
@@ -71,7 +74,7 @@ class MemoryTier:
         self._tasks: list[asyncio.Task[None]] = []
         self._pulling: set[socket.socket] = set()
         """Connections on which threads receive."""
-        self._said: set[str] = set()
+        self._said: set[type[Exception]] = set()
         self._fetchers = ThreadPoolExecutor(FETCHES, "keepstep-fetch")
         self._copier = ThreadPoolExecutor(1, "keepstep-copy", _lower_priority)
 
@@ -82,6 +85,13 @@ class MemoryTier:
             path = None if self._owner.config.endpoints else self._sockets / f"images-{os.getpid()}.sock"
             self._server = ImageServer(self.images, self._caller, path, self._say_from_thread)
         self._tasks = [asyncio.create_task(self._keep_telling()), asyncio.create_task(self._keep_copying())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Training goes on without the memory tier, but not in silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._owner.say(f"the memory tier of this node stopped: {type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """End all of it and give the memory back."""
@@ -132,9 +142,9 @@ class MemoryTier:
         elif not added and not removed:
             return
         address = self._server.address if self._server is not None else ""
-        for begin in range(0, max(len(added), 1), NOTE_IMAGES):
+        for begin in range(0, max(len(added), len(removed), 1), NOTE_IMAGES):
             part = [_held(image) for image in added[begin : begin + NOTE_IMAGES]]
-            first, gone = begin == 0, removed if begin == 0 else []
+            first, gone = begin == 0, removed[begin : begin + NOTE_IMAGES]
 
             def note(i: int, first: bool = first, part: Any = part, gone: Any = gone) -> m.KeepNote:
                 return m.KeepNote(id=i, whole=whole and first, address=address, added=part, removed=gone)
@@ -158,11 +168,21 @@ class MemoryTier:
     async def _ask_kept(self, checkpoint: str, after: str) -> dict[str, Any]:
         # What ranks of this node kept before they ask is told before the question.
         await self._quiet.wait()
-        result = await self._owner.send(lambda i: m.GetKept(id=i, checkpoint=checkpoint, after=after))
+        result = await self._ask(lambda i: m.GetKept(id=i, checkpoint=checkpoint, after=after))
         here = {image.file for image in self.images.images() if image.checkpoint == checkpoint}
         for file in result.get("files", ()):
             file["tier"] = "shm" if file["file"] in here else "peer"
-        return dict(result)
+        return result
+
+    async def _ask(self, make: Callable[[int], m.AgentMessage]) -> dict[str, Any]:
+        """Ask again while a coordinator that has just started does not know everything; not for ever."""
+        result: dict[str, Any] = await self._owner.send(make)
+        # Counted from the first answer: the question may have waited long for a coordinator to be there at all.
+        limit = asyncio.get_running_loop().time() + UNTOLD_S
+        while result.pop("untold", 0) and asyncio.get_running_loop().time() < limit:
+            await asyncio.sleep(ASK_AGAIN_S)
+            result = await self._owner.send(make)
+        return result
 
     async def fetch(self, checkpoint: str, file: str) -> tuple[dict[str, Any], int]:
         """An image from this node's memory, or from another's, which is then held here too.
@@ -190,7 +210,7 @@ class MemoryTier:
     async def _fetch(self, key: Key) -> None:
         if not self._several:
             return
-        found = await self._owner.send(lambda i: m.Locate(id=i, checkpoint=key[0], file=key[1]))
+        found = await self._ask(lambda i: m.Locate(id=i, checkpoint=key[0], file=key[1]))
         if not found["holders"]:
             return
         image = checked_image(*key, found["size_bytes"], found["facts"], copy=True)
@@ -232,7 +252,10 @@ class MemoryTier:
             try:
                 await self._in_thread(self._copier, _image(one), order.address, "peer")
             except (OSError, ValueError, KeepstepError) as error:
-                self._say_once(f"no copy of an image of node {order.node}: {error}")
+                # It may happen at every save: said for the first time that it happens in one way.
+                if type(error) not in self._said:
+                    self._said.add(type(error))
+                    self._owner.say(f"no copy of an image of node {order.node}: {error}")
 
     async def _in_thread(self, pool: ThreadPoolExecutor, image: Image, address: str, kind: Kind) -> None:
         loop = asyncio.get_running_loop()
@@ -247,13 +270,6 @@ class MemoryTier:
             os.close(fd)
             raise
         self.images.add_copy(fd, image, kind)
-
-    def _say_once(self, text: str) -> None:
-        """A peer that cannot be copied is said for the first time it happens in one way: it may happen at every save."""
-        reason = text.rsplit(":", 1)[-1]
-        if reason not in self._said:
-            self._said.add(reason)
-            self._owner.say(text)
 
     def _say_from_thread(self, text: str) -> None:
         assert self._loop is not None
