@@ -1,8 +1,9 @@
 """What a save costs training, when it is durable, and how fast it comes back: keepstep beside DCP and the machine's own limits.
 
-One state of 1.3 GB, sharded over two ranks as FSDP2 leaves it, with AdamW. All variants run in the same processes, in turn, on the same
-disk: copying the same bytes (the floor of blocking), writing and reading them raw (the floor of saving and loading), torch.save, DCP with
-its best staging options, and keepstep through its public interface under `keepstep run`. Times are the slower rank's; ratios are of medians.
+One state of 1.3 GB, sharded over two ranks as FSDP2 leaves it, with AdamW. All variants run in the same processes, in turn, on
+the same disk: copying the same bytes (the floor of blocking), writing and reading them raw (the floor of saving and loading),
+torch.save, DCP with its best staging options, and keepstep through its public interface under `keepstep run`. Times are the slower
+rank's; ratios are of medians.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks of the restore benchmark: the first cycle saves and is killed; each later one restores, and is killed again.
 
-Odd cycles restore from the memory of the node, which outlived the ranks; even ones from the disk with a cold page cache. Every restore is
-the first one of its process. Around it each rank reads its own file raw, cold as well.
+Odd cycles restore from the memory of the node, which outlived the ranks; even ones from the disk with a cold page cache. Every
+restore is the first one of its process. Before or after it each rank reads its own file raw, cold as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ckpt_state import faulted_buffer, make_cold, make_model, read_raw, start, timed, train_step, view_of
+from ckpt_state import faulted_buffer, make_cold, make_model, read_raw, start, timed, touch_memory, train_step, view_of
 
 import keepstep.trainer as ks
 
@@ -30,10 +30,12 @@ def restore_once(args: argparse.Namespace, cycle: int, checkpointer: ks.Checkpoi
 
     def raw() -> None:
         make_cold([mine])
+        touch_memory(len(buffer))
         times["raw read"] = timed(lambda: read_raw(mine, view_of(buffer, len(buffer))))
 
     def restore() -> None:
         make_cold([mine])
+        touch_memory(2 * len(buffer))
         times["restore"] = timed(checkpointer.restore)
 
     steps = [raw, restore] if cycle // 2 % 2 else [restore, raw]

@@ -21,10 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ckpt_state import Times, faulted_buffer, local_tensors, make_model, start, timed, train_step, view_of, write_raw
+from ckpt_state import (
+    Times,
+    faulted_buffer,
+    local_tensors,
+    make_model,
+    start,
+    timed,
+    touch_memory,
+    train_step,
+    view_of,
+    write_raw,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import keepstep.trainer as ks
 
@@ -173,6 +184,7 @@ class Bench:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.to_local().mul_(0.999)  # no two saves are of the same bytes
+        touch_memory(self.size_bytes)
         variants: dict[str, Callable[[], None]] = {
             "memcpy": self.memcpy,
             "raw write": lambda: self.raw_write(direct=False),

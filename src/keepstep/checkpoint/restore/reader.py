@@ -194,7 +194,7 @@ class _Scratch(threading.local):
 
     def __call__(self, size: int) -> memoryview:
         if len(self.held) < size:
-            self.held = memoryview(bytearray(size))
+            self.held = allocate(size)
         return self.held[:size]
 
 
@@ -253,14 +253,17 @@ def land(
 ) -> tuple[Landing, dict[int, list[Take]]]:
     """Memory for `wanted`, the boxes of tensors, and what to take from which rank's file to fill it.
 
-    The boxes lie in the order in which the files have them, and at the same place in a page, so that the same layout is read in long
-    runs straight from the disk. `spans_of` gives the verified header of a rank's file. Raises VerificationError when a header is not
-    what the index says, or bytes are missing.
+    The boxes lie in the order in which the files have them, beginning with the file that has most and at the same place in a page,
+    so that the same layout is read in long runs straight from the disk. `spans_of` gives the verified header of a rank's file.
+    Raises VerificationError when a header is not what the index says, or bytes are missing.
     """
     needs = {name: list(plan.needs(name, box)) for name, box in wanted.items()}
     places = {name: _place(needs[name], spans_of) for name in wanted}
-    order = sorted(wanted, key=lambda name: (places[name], name))
-    sizes = {name: wanted[name].elements * ITEM_BYTES[plan.tensors[name].dtype] for name in order}
+    sizes = {name: box.elements * ITEM_BYTES[plan.tensors[name].dtype] for name, box in wanted.items()}
+    weights: dict[int, int] = {}
+    for name, (rank, _) in places.items():
+        weights[rank] = weights.get(rank, 0) + sizes[name]
+    order = sorted(wanted, key=lambda name: (-weights[places[name][0]], places[name], name))
     offsets, end = {}, places[order[0]][1] % _PAGE_BYTES if order else 0
     for name in order:
         # An element lies at a multiple of its size, as whoever computes with it expects.
