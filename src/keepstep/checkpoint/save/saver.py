@@ -282,8 +282,8 @@ class Saver:
                 job.written.set()
 
     def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
+        """Keep the sealed image in memory and say so; that this fails is no failure of the save."""
         if job.memory is None or job.slot is None:
-        if job.memory is None:
             return
         facts = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle, "attempt": job.name.attempt}
         facts |= {"rank": self._rank, "slot": job.slot.name}
