@@ -35,7 +35,9 @@ def digest(value: Any, into: Any) -> None:
 
 def build(kind: str) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12), torch.nn.LayerNorm(12))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12), torch.nn.LayerNorm(12)
+    )
     world = dist.get_world_size()
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))

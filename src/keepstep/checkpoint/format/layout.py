@@ -72,6 +72,11 @@ def parse_folder_name(name: str) -> FolderName | None:
     return parsed if parsed.text == name else None
 
 
+def upload_note_name(folder: str) -> str:
+    """Name of the tier note that says when a checkpoint on disk was complete in the object store as well."""
+    return f"{folder}.object"
+
+
 def rank_file_name(rank: int, world_size: int) -> str:
     """Name of the file that rank `rank` of `world_size` writes."""
     return f"rank-{rank:05d}-of-{world_size:05d}{IMAGE_SUFFIX}"

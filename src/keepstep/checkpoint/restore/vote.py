@@ -66,8 +66,9 @@ class Candidate(msgspec.Struct, frozen=True):
 class Restore(msgspec.Struct, kw_only=True):
     """One restore on one rank: what it is to look at, and how it talks to the other ranks.
 
-    `roots` are where checkpoints last, nearest first; `memory` is what the job's nodes hold in memory, None when that is not asked.
-    `policy` says whose checkpoints count; rank 0 alone needs it. `guard` is rank 0's, from the restore on.
+    `roots` are where checkpoints last, nearest first: where this job saves, and maybe the object store that it uploads to. `memory`
+    is what the job's nodes hold in memory, None when that is not asked. `policy` says whose checkpoints count; rank 0 alone needs
+    it. `guard` and `upload_guard` are rank 0's of these two roots, from the restore on.
     """
 
     roots: tuple[Root, ...]
@@ -84,6 +85,9 @@ class Restore(msgspec.Struct, kw_only=True):
     rng_on_reshard: str = "refuse"
     timeout_s: float
     guard: Guard | None = None
+    upload_guard: Guard | None = None
+    lost_root: bool = False
+    """The first root holds nothing that was committed, another one does."""
     number: int = 0  # of the proposal that is open
 
     @property
@@ -143,7 +147,7 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
     try:
         assert task.policy is not None, "rank 0 has the policy"
         found = _list_all(task, task.policy)
-        task.guard = Guard(task.roots[0], task.channel, task.only_run, task.policy)
+        _open_guards(task, found, task.policy)
         facts = [item.entry.manifest.facts for item in found if item.entry.manifest and item.entry.manifest.facts]
         # A clock that was set back must not make this life look older than what it restores.
         started_ns = max([time.time_ns(), *(fact.created_ns + 1 for fact in facts)])
@@ -167,15 +171,51 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
 
 def _list_all(task: Restore, policy: TrustPolicy) -> list[Candidate]:
     """Every checkpoint in every place, newest first, each in the nearest place first; lives of all places count."""
-    found = []
+    found: list[Candidate] = []
     for place, source in enumerate(task.places):
-        listed = list_checkpoints(source, policy=policy, run_id=task.only_run)
+        try:
+            listed = list_checkpoints(source, policy=policy, run_id=task.only_run)
+        except StorageError as error:
+            nearer = any(item.entry.candidate and task.places[item.place] is task.roots[0] for item in found)
+            if source in (task.memory, task.roots[0]) or not nearer:
+                raise
+            # What is uploaded is a copy of what the first root has, or had.
+            print(f"keepstep: not looked at for checkpoints: {error}", file=sys.stderr, flush=True)
+            continue
         found += [Candidate(place, entry) for entry in listed]
     marked = mark_abandoned([item.entry for item in found])
     found = [Candidate(item.place, entry) for item, entry in zip(found, marked, strict=True)]
     found.sort(key=lambda item: item.place)
     found.sort(key=lambda item: item.entry.name, reverse=True)
     return found
+
+
+def _open_guards(task: Restore, found: list[Candidate], policy: TrustPolicy) -> None:
+    """The guards of the roots, and whether the first one is lost as a whole.
+
+    Then the mark of what was uploaded rules: a disk that is gone is no reason to refuse the copies made for that case. As long as
+    anything committed is left in the first root, going back behind its mark stays refused. Raises StorageError or ChannelError.
+    """
+    task.guard = Guard(task.roots[0], task.channel, task.only_run, policy)
+    if len(task.roots) < 2:
+        return
+    committed = {task.places[item.place].where for item in found if item.entry.committed}
+    task.lost_root = task.roots[0].where not in committed and task.roots[1].where in committed
+    try:
+        task.upload_guard = Guard(task.roots[1], task.channel, task.only_run, policy)
+    except StorageError as error:
+        if task.lost_root:
+            raise
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+    if task.lost_root:
+        known = task.guard.mark
+        newest = "" if known is None else f"; the newest known one there was {known.at.checkpoint}"
+        print(
+            f"keepstep: {task.roots[0].where} holds no committed checkpoint, so training goes on from what "
+            f"{task.roots[1].where} holds{newest}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], start: Life) -> _Result:
@@ -213,7 +253,8 @@ def _ruling(task: Restore, item: Candidate, lasting: list[Listed], rejected: lis
     """What the mark says about a candidate. Raises RefuseToStartError when it would be an unexplained step back."""
     assert task.guard is not None
     damaged = frozenset(refused.record.checkpoint for refused in rejected if not refused.distrust)
-    ruling = task.guard.rule(item.entry, lasting, damaged)
+    guard = task.upload_guard if task.lost_root and task.upload_guard is not None else task.guard
+    ruling = guard.rule(item.entry, lasting, damaged)
     if ruling.action != "refuse":
         return ruling
     if task.places[item.place] is task.memory:
@@ -236,13 +277,16 @@ def _accept(
             _quarantine(task, refused)
     if task.places[item.place] is not task.memory:
         assert task.guard is not None
-        task.guard.restored(
-            item.entry,
-            run=task.run_id,
-            life_started_ns=life.started_ns,
-            permit=ruling.permit,
-            left_behind=leaves_behind(item.entry, lasting, task.guard.mark),
-        )
+        uploaded = len(task.roots) > 1 and task.places[item.place] is task.roots[1]
+        for guard in (task.guard, task.upload_guard if uploaded else None):
+            if guard is not None:
+                guard.restored(
+                    item.entry,
+                    run=task.run_id,
+                    life_started_ns=life.started_ns,
+                    permit=ruling.permit,
+                    left_behind=leaves_behind(item.entry, lasting, guard.mark),
+                )
 
 
 def _propose(
@@ -307,14 +351,22 @@ def _reject(
         rejected.append(refused)
         if distrust is None:
             _quarantine(task, refused)
-    fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
+    fields: dict[str, Any] = {
+        "checkpoint": record.checkpoint,
+        "step": record.step,
+        "reason": reason,
+        "tier": source.tier,
+    }
+    if distrust is not None:
+        fields["distrust"] = distrust
     with contextlib.suppress(ChannelError):
         task.channel.report("quarantined" if source is not task.memory else "image_refused", fields)
 
 
 def _quarantine(task: Restore, refused: _Rejected) -> None:
-    if task.guard is not None:
-        task.guard.refused(refused.record.checkpoint)
+    guard = task.upload_guard if len(task.roots) > 1 and refused.root is task.roots[1] else task.guard
+    if guard is not None:
+        guard.refused(refused.record.checkpoint)
     try:
         write_quarantine(refused.root, refused.record)
     except StorageError as error:  # a root that is read-only can still be restored from
