@@ -9,6 +9,7 @@ the samples it used; all say digests of the whole state, which is the same on ev
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -82,7 +83,7 @@ def hold(path):
 
 step = ckpt.restore()
 print(f"cycle {cycle} rank {rank} of {world} restored {step} state {digest()} pid {os.getpid()}", flush=True)
-ledger = open(f"{env['ROOT']}.ledger-c{cycle:04d}-r{rank}", "w")
+ledger = open(f"{gate}.ledger-c{cycle:04d}-r{rank}", "w")
 while step < TOTAL:
     for batch in sampler.deliver(sampler):
         if step == HOLD:
@@ -143,10 +144,40 @@ def check_ledger(folder: Path, begins: dict[int, int], worlds: dict[int, int], t
     for cycle, begin in begins.items():
         steps = {step: ids for step, ids in steps.items() if step <= begin}
         for rank in range(worlds[cycle]):
-            text = (folder / f"ckpt.ledger-c{cycle:04d}-r{rank}").read_text()
+            text = (folder / f"gate.ledger-c{cycle:04d}-r{rank}").read_text()
             for line in map(json.loads, text.splitlines()):
                 steps.setdefault(line["step"], []).extend(line["ids"])
     assert sorted(steps) == list(range(1, total + 1))
     used = [sample for step in sorted(steps) for sample in steps[step]]
     order = make_order(SAMPLES, mix(1, 0))
     assert used == [order(place) for place in range(len(used))]
+
+
+def buffers(pid: int) -> dict[str, Path]:
+    """Memory files of a launcher's: name of each -> where it can be opened."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(path.readlink())
+        except FileNotFoundError:
+            continue
+        if target.startswith("/memfd:keepstep-"):
+            found[target.removeprefix("/memfd:keepstep-").removesuffix(" (deleted)")] = path
+    return found
+
+
+def memory_ids(pid: int) -> set[tuple[int, int]]:
+    """Identities of the memory files that a process holds."""
+    found = set()
+    with contextlib.suppress(OSError):  # it ended
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(path.readlink()).startswith("/memfd:keepstep-"):
+                    status = path.stat()
+                    found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def all_memory_ids() -> set[tuple[int, int]]:
+    """Those that any process holds."""
+    return set().union(*(memory_ids(int(process.name)) for process in Path("/proc").glob("[0-9]*")))

@@ -233,7 +233,7 @@ class Checkpointer:
         self._guard: Guard | None = None
         self._last_keep_s = time.monotonic()
         self._block_s = 0.0
-        self._closed = False
+        self._closed = self._warm = False
         self.skipped = 0
         """Saves that were left out because one was in flight."""
         check_run_id(run.run_id)
@@ -330,10 +330,6 @@ class Checkpointer:
                 self._stager.slots.note_kept(slot, life.restored_step)
         self._begin_interval()
         self._run.note_restored(life.restored_step)
-        with contextlib.suppress(StorageError):
-            if isinstance(self._writer, WriterClient):
-                self._writer.start()  # from this thread: the process ends with the thread that started it
-        threading.Thread(target=self._warm_up, name="keepstep-warm-up", daemon=True).start()
         return life.restored_step
 
     def _open_trust(self) -> TrustPolicy:
@@ -345,9 +341,19 @@ class Checkpointer:
         return policy
 
     def _warm_up(self) -> None:
-        """Have the writer ready before the first save. If that fails the first save says so."""
-        with contextlib.suppress(StorageError, ConfigError):
-            self._writer.ready(WARM_UP_TIMEOUT_S)
+        """Have the writer ready before the first save; beside the second step, so that a restart is not the longer for it."""
+        if self._warm or self._closed:
+            return
+        self._warm = True
+
+        def get_ready() -> None:
+            with contextlib.suppress(StorageError, ConfigError):  # then the first save says so
+                self._writer.ready(WARM_UP_TIMEOUT_S)
+
+        with contextlib.suppress(StorageError):
+            if isinstance(self._writer, WriterClient):
+                self._writer.start()  # from this thread: the process ends with the thread that started it
+        threading.Thread(target=get_ready, name="keepstep-warm-up", daemon=True).start()
 
     # ---- save
 
@@ -360,6 +366,7 @@ class Checkpointer:
         Between saves an image is kept in the nodes' memory when that is due. Raises StorageError after `max_failures` failed
         saves in a row, ConfigError when a value cannot be saved.
         """
+        self._warm_up()
         decision = self._run.decision_at(step)
         if decision is not None and decision.stop:
             due = decision.save
@@ -400,6 +407,7 @@ class Checkpointer:
             )
         if self._closed:
             raise ConfigError("Checkpointer: closed")
+        self._warm_up()
         with self._run.section("checkpoint"):
             begun = self._save(step, time.monotonic_ns(), metrics)
         if begun and frames.ENV_RESUME_CHECK in os.environ and self._run.checkpointers[0] is self:
