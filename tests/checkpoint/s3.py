@@ -113,6 +113,7 @@ class S3:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # headers and body go out one after the other: 40 ms an answer otherwise
 
             def handle_any(self) -> None:
                 front.handle(self)

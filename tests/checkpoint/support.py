@@ -88,6 +88,9 @@ class FakeRun:
         if self.lease_error is not None:
             raise StorageError(self.lease_error)
 
+    def notice_left_s(self) -> float | None:
+        return None
+
     def note_restored(self, step: int) -> None:
         self.restored = step
 

@@ -212,6 +212,23 @@ class TestOthers:
         assert found["c3"]["reason"] == "hash differs"
         assert [c["checkpoint"] for c in get("checkpoints", "job-1", "--cycle", "1")] == ["c10"]
 
+    def test_which_tiers_a_checkpoint_reached(self, home: Path) -> None:
+        marks = [
+            mark(26, "kept", 1, step=9, checkpoint="c9"),
+            mark(26, "tier_reached", 1, step=9, checkpoint="c9", tier="peer"),
+            mark(27, "tier_reached", 1, step=10, checkpoint="c10", tier="peer"),
+            mark(28, "committed", 1, step=10, checkpoint="c10", tier="disk", kept=True),
+            mark(40, "tier_reached", 1, step=10, checkpoint="c10", tier="object"),
+            mark(41, "image_refused", 1, step=10, checkpoint="c10", tier="shm", reason="memory alone"),
+        ]
+        write_run(home / "job-1", [*FIRST, *FAULT, *SECOND, *marks])
+        newest = get("checkpoints", "job-1")[-1]
+        assert (newest["checkpoint"], newest["state"]) == ("c10", "committed")  # c9 was never committed
+        assert [one["tier"] for one in newest["tiers"]] == ["peer", "shm", "disk", "object"]
+        assert newest["tiers"][-1]["time"] == "2023-11-15T00:00:40.000000000Z"
+        assert "peer,shm,disk,object" in keepstep("get", "checkpoints", "job-1", "-o", "table").stdout
+        assert "tier object" in keepstep("describe", "job", "job-1", "-o", "table").stdout
+
     def test_incidents(self, story: Path) -> None:
         assert get("incidents", "job-1") == []
         (story / "incidents" / "INC-0001.json").write_text('{"verdict": {"class": "hardware"}, "cycle": 0}')

@@ -183,3 +183,18 @@ def test_records_of_a_caller_are_not_changed() -> None:
     record = summarise("r", 0, MARKS, [given])
     assert given.phases == CyclePhases()
     assert msgspec.structs.replace(record.cycles[0], phases=CyclePhases()) == given
+
+
+def test_images_in_memory_are_no_checkpoints() -> None:
+    """They commit nothing, their failures are none of a save, and a refused one says nothing about the disk's copy."""
+    memory = [
+        mark(13, "kept", step=7, checkpoint="c7"),
+        mark(13, "tier_reached", step=7, checkpoint="c7", tier="peer"),
+        mark(14, "ckpt_failed", step=8, error="no room", tier="shm"),
+        mark(14, "ckpt_skipped", step=8, skipped=1),
+        mark(14, "upload_failed", step=5, checkpoint="c5", error="no answer", failed=1),
+        mark(24, "image_refused", step=5, checkpoint="c5", tier="peer", reason="differs"),
+    ]
+    marks = sorted([*MARKS, *memory], key=lambda one: one.t_ns)
+    assert summarise("r", 0, marks, []).checkpoints == summarise("r", 0, MARKS, []).checkpoints
+    assert summarise("r", 0, marks, []).steps == summarise("r", 0, MARKS, []).steps

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import click
 
 from keepstep.checkpoint.keeping.retention import Entry
-from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root
+from keepstep.checkpoint.storage.source import Root, StoreOptions, open_root, store_options
 from keepstep.checkpoint.trust.keys import key_path, public_key_path
 from keepstep.checkpoint.trust.policy import TrustPolicy, load_policy
 from keepstep.cli.output import NotFoundError, note
+from keepstep.cli.store_flags import STORE_FLAGS, given_store
 from keepstep.cli.trust_flags import trust_options
 from keepstep.launcher.files import keepstep_home
 from keepstep.records.errors import ConfigError
@@ -23,25 +24,22 @@ ROOT_HELP = "ROOT is a path, or s3://bucket/prefix, gs://bucket/prefix, az://con
 
 
 def root_argument(function: F) -> F:
-    """Add ROOT and how to reach it; the function receives `root` (text) and `store` (StoreOptions)."""
+    """Add ROOT and how to reach it; the function receives `root` (text) and `store` (StoreOptions), by flags and environment."""
 
     def gather(**values: Any) -> Any:
-        store = StoreOptions(
-            endpoint=values.pop("endpoint"), region=values.pop("region"), allow_http=values.pop("allow_http")
-        )
-        return function(store=store, **values)
+        given = {name: values.pop(name) for name in map(_parameter, STORE_FLAGS)}
+        return function(store=store_options(given_store(given)), **values)
 
     gather.__name__, gather.__doc__ = function.__name__, function.__doc__
     gather.__click_params__ = list(getattr(function, "__click_params__", []))  # type: ignore[attr-defined]
     decorated: Any = gather
-    for option in (
-        click.option("--allow-http", is_flag=True, help="Accept an endpoint without TLS."),
-        click.option("--region", help="Region of the bucket."),
-        click.option("--endpoint", metavar="URL", help="Address of an S3-compatible server."),
-        click.argument("root", metavar="ROOT"),
-    ):
-        decorated = option(decorated)
-    return decorated  # type: ignore[no-any-return]
+    for name, kwargs in reversed(STORE_FLAGS.items()):
+        decorated = click.option(name, **kwargs)(decorated)
+    return click.argument("root", metavar="ROOT")(decorated)  # type: ignore[no-any-return]
+
+
+def _parameter(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def open_existing(root: str, store: StoreOptions) -> Root:

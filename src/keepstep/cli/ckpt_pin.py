@@ -32,6 +32,7 @@ from keepstep.checkpoint.trust.rollback import Position, is_newer, position_of
 from keepstep.checkpoint.trust.signers import local_signer
 from keepstep.cli.ckpt_common import ROOT_HELP, open_existing, root_argument
 from keepstep.cli.output import NotFoundError, emit, note, output_option
+from keepstep.cli.store_flags import shown_flags
 from keepstep.cli.trust_flags import policy_options, signer_options, trust_options
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import ConfigError, VerificationError
@@ -58,10 +59,7 @@ class _Place(NamedTuple):
     @property
     def command(self) -> str:
         """How another command on it begins."""
-        flags = [f"--endpoint {shlex.quote(self.options.endpoint)}"] if self.options.endpoint else []
-        flags += [f"--region {shlex.quote(self.options.region)}"] if self.options.region else []
-        flags += ["--allow-http"] if self.options.allow_http else []
-        return " ".join(["keepstep ckpt pin", shlex.quote(self.text), *flags])
+        return shlex.join(["keepstep", "ckpt", "pin", self.text, *shown_flags(self.options)])
 
 
 @click.command("pin", epilog=ROOT_HELP)

@@ -22,6 +22,7 @@ from keepstep.cli import ft_flags
 from keepstep.cli.config_file import where_in_file
 from keepstep.cli.output import note
 from keepstep.cli.rdzv_conf import parse_rdzv_conf
+from keepstep.cli.store_flags import given_store
 from keepstep.cli.trust_flags import checked_options
 from keepstep.records.errors import ConfigError
 from keepstep.records.inject import parse_injection
@@ -102,7 +103,7 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
     mode = "exec" if flags["no_python"] else "module" if flags["module"] else "script"
     preload = list(DEFAULT_PRELOAD) if flags["preload"] is None else [m for m in flags["preload"].split(",") if m]
     _note_what_has_no_effect(ctx, flags)
-    trust = checked_options(flags)
+    trust, store = checked_options(flags), given_store(flags)
     return RunConfig(
         **job,
         node=_node(ctx, flags, several=job["nnodes"] + job["spares"] > 1),
@@ -143,6 +144,11 @@ def _launcher_config(ctx: click.Context, script: str, args: list[str], flags: di
         unsigned=trust.unsigned,
         ckpt_signer=trust.ckpt_signer,
         ckpt_signer_cert=trust.ckpt_signer_cert,
+        on_busy=flags["on_busy"],
+        store_endpoint=store.endpoint,
+        store_region=store.region,
+        store_allow_http=store.allow_http,
+        kms_key=store.kms_key,
         fresh_start=flags["fresh_start"],
         virtual_local_rank=flags["virtual_local_rank"],
         signals=_signals(flags["signals_to_handle"]),

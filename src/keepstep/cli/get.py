@@ -115,6 +115,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("ATTEMPT", _of("attempt"), right=True),
         Column("COMMITTED", lambda r: clock(r["committed_at"])),
         Column("PERSIST", _age("persist_s"), right=True),
+        Column("TIERS", lambda r: [one["tier"] for one in r["tiers"]]),
         Column("CHECKPOINT", _of("checkpoint")),
         Column("REASON", _of("reason"), wide=True),
     ),

@@ -13,6 +13,7 @@ import click
 
 from keepstep.cli.config_file import use_config_file
 from keepstep.cli.ft_flags import FT_OPTIONS
+from keepstep.cli.store_flags import STORE_FLAGS
 from keepstep.cli.trust_flags import POLICY_FLAGS, SIGNER_FLAGS
 from keepstep.records.errors import ConfigError
 from keepstep.records.exits import EXIT_NO_RESTART
@@ -280,7 +281,13 @@ OWN_NODE_FLAGS: list[Decorator[Any]] = [
     ),
     _flag("--inject", multiple=True, metavar="SPEC", help="KIND@KEY=VALUE,...: cause a real fault."),
     _flag("--node-name", default=None, help="Name of this node [default: host name]."),
-    *(_flag(name, **kwargs) for name, kwargs in (POLICY_FLAGS | SIGNER_FLAGS).items()),
+    _flag(
+        "--on-busy",
+        type=click.Choice(["wait", "skip"]),
+        default=None,
+        help="What a save does that falls due while one is in flight, where the script does not say [default: wait].",
+    ),
+    *(_flag(name, **kwargs) for name, kwargs in (POLICY_FLAGS | SIGNER_FLAGS | STORE_FLAGS).items()),
     _flag("--fresh-start", is_flag=True, help="Allow step 0 over a checkpoint root with nothing valid in it."),
     _flag("--dry-run", is_flag=True, help="Print configuration, environment and restart rules; start nothing."),
 ]

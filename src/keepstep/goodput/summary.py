@@ -19,6 +19,7 @@ from keepstep.goodput.partition import (
     read_history,
 )
 from keepstep.records.cycle import (
+    DURABLE,
     CheckpointCounts,
     Cycle,
     CyclePhases,
@@ -145,7 +146,9 @@ def _checkpoints(history: History, own: Sequence[CycleFacts], attempt: int | Non
     failed = {
         (mark.cycle, mark.attrs.get("step"), str(mark.attrs.get("error")))
         for mark in history.marks
-        if mark.kind == "ckpt_failed" and (attempt is None or mark.attempt == attempt)
+        if mark.kind == "ckpt_failed"
+        and mark.attrs.get("tier", "disk") in DURABLE
+        and (attempt is None or mark.attempt == attempt)
     }
     blocks: dict[tuple[int, int], int] = {}
     for facts in own:

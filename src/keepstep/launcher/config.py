@@ -111,6 +111,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Program that signs checkpoints (checkpoint/trust/signers.py); None: this installation's key."""
     ckpt_signer_cert: str | None = None
     """File with its public key or certificate chain."""
+    on_busy: str | None = None
+    """What a save does that falls due while one is in flight and the script does not say: "wait" or "skip"."""
+    store_endpoint: str | None = None
+    """Address of the S3-compatible server of object roots; None, here and below: as the script or the environment says."""
+    store_region: str | None = None
+    store_allow_http: bool = False
+    """An endpoint without TLS is accepted."""
+    kms_key: str | None = None
+    """Key of SSE-KMS that objects are encrypted with."""
     fresh_start: bool = False
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

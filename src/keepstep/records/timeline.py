@@ -23,10 +23,13 @@ MarkKind = Literal[
     "first_step",  # every rank completed its first step of the cycle. attrs: step (the count of completed steps)
     "step",  # every rank completed this step. attrs: step (count of completed steps); sampled, not every step
     "ckpt_block",  # training stood still for staging. attrs: step, begin_ns, end_ns
-    "committed",  # a checkpoint's marker is durable. attrs: step, checkpoint, persist_ns
+    "committed",  # a checkpoint's marker is durable. attrs: step, checkpoint, persist_ns, tier, kept (memory holds it too)
+    "kept",  # memory holds an image of all ranks that is written nowhere. attrs: step, checkpoint
     "tier_reached",  # a checkpoint is complete in one more place. attrs: step, checkpoint, tier ("shm"|"peer"|...), files
-    "ckpt_failed",  # a save failed. attrs: step, error
-    "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason
+    "ckpt_failed",  # a save failed. attrs: step, error, tier ("shm": of an image in memory only)
+    "ckpt_skipped",  # a save fell due while one was in flight, and was left out. attrs: step, skipped (how many so far)
+    "upload_failed",  # a committed checkpoint did not arrive in the object store. attrs: step, checkpoint, error, failed (so far)
+    "quarantined",  # a checkpoint was refused at restore. attrs: checkpoint, step, reason, tier, distrust (policy, not damage)
     "image_refused",  # an image in memory was refused at restore. attrs: checkpoint, step, reason, tier
     "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason
     "fault",  # attrs: occurred_ns, detected_ns, rank, node, kind, cause ("hardware", ..., "unknown"), completed_step

@@ -25,7 +25,7 @@ from keepstep.checkpoint.save.writerclient import ImageWriter, WriterClient
 from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.posix import PosixRoot
-from keepstep.checkpoint.storage.source import StoreOptions, open_root
+from keepstep.checkpoint.storage.source import StoreOptions, open_root, store_options
 from keepstep.checkpoint.storage.targets import Fault
 from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
@@ -45,6 +45,7 @@ from keepstep.trainer.cadence import open_cadence
 from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
 from keepstep.trainer.keeper import Keeper
 from keepstep.trainer.staging import Stager, Staging
+from keepstep.trainer.tiers import UploadLane, busy_policy, write_delay
 
 SAVE_FACTOR = 1.5
 """A save is expected to take at most this times the median of the measured ones."""
@@ -106,6 +107,9 @@ class RunLike(Protocol):
     def note_restored(self, step: int) -> None:
         """Training goes on from `step`."""
 
+    def notice_left_s(self) -> float | None:
+        """Seconds left of the notice once a stop was asked for."""
+
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A section on the progress page, with a hang limit of its own."""
 
@@ -151,7 +155,7 @@ class Checkpointer:
         max_interval_s: float = MAX_INTERVAL_S,
         memory_every_steps: int | None = None,
         per_rank: Iterable[str] | None = None,
-        on_busy: Literal["wait", "skip"] = "wait",
+        on_busy: Literal["wait", "skip"] | None = None,
         rng_on_reshard: Literal["refuse", "reseed"] = "refuse",
         unsigned: bool = False,
         trust: TrustOptions | None = None,
@@ -163,26 +167,34 @@ class Checkpointer:
         staging_bytes: int | None = None,
         memory: bool | None = None,
         store: StoreOptions | None = None,
+        upload_root: str | None = None,
+        upload_every: float | str | None = None,
+        upload_close_s: float = 60.0,
+        stagger_s: float = 0.0,
         run: RunLike | None = None,
     ) -> None:
-        """`root`: a folder, or an object store (s3://bucket/prefix, gs://, az://) reached with `store`.
+        """`root`: a folder, or an object store (s3://bucket/prefix, gs://, az://) reached with `store`, and where that says
+        nothing by the environment (KEEPSTEP_STORE_*, see keepstep.checkpoint.storage.source).
 
         `every_steps`: save at multiples of it, `every_seconds`: by time; with neither at the interval that the measured cost of a
         save and the failure rate recommend (`keepstep ckpt interval` explains it), never longer than `max_interval_s`.
         `memory_every_steps`: keep an image in the nodes' memory at multiples of it; by default as often as costs half a percent of
         the time, where a launcher keeps it (`memory` False: never). `on_busy`: what a save does that falls due while one is in
-        flight. `rng_on_reshard`: what becomes of the random state on another number of ranks. `trust`: who signs and whose
-        checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy does not keep, after each commit
+        flight (default: KEEPSTEP_ON_BUSY, else "wait"). `rng_on_reshard`: what becomes of the random state on another number of
+        ranks. `trust`: who signs and whose checkpoints count, beside what the launcher's flags say. `keep`: delete what this policy
+        does not keep, after each commit
         (`keepstep ckpt prune` has the rules; by default nothing is deleted here); in a folder only. `run_id`: restore only
         checkpoints of that run (default: of any run under `root`). `timeout_s` bounds how long ranks wait for one another in a
         save or a restore. `max_failures` failed saves in a row make the next one raise StorageError. `writer`: where images are
         written from. `staging_bytes`: memory a rank may take for staging buffers, beside what the host and its cgroup leave; an
-        image that does not fit is written block by block while training waits. Raises ConfigError for a bad argument.
+        image that does not fit is written block by block while training waits.
+        `upload_root`: an object store that committed checkpoints are copied to from the folder `root`, in the
+        background, at most one in `upload_every` (seconds, "30m", "1h"; by default each); restores look there too. `close` waits
+        `upload_close_s` for them. `stagger_s`: ranks begin to write spread over so long. Raises ConfigError for a bad argument.
         """
         if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
             every_steps, every_seconds = _steps_of(text), None
         _check_cadence(every_steps, every_seconds, memory_every_steps)
-        _check_choice("on_busy", on_busy, ("wait", "skip"))
         _check_choice("rng_on_reshard", rng_on_reshard, ("refuse", "reseed"))
         _check_choice("writer", writer, ("process", "thread"))
         for name in state:
@@ -197,7 +209,8 @@ class Checkpointer:
 
             run = current()
         if other := os.environ.get(frames.ENV_CKPT_ROOT):
-            root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other
+            root, upload_root = f"{other}.{len(run.checkpointers)}" if run.checkpointers else other, None
+        store = store_options(store)
         self._root = open_root(os.fspath(root), store)
         self.state = state
         self._run: RunLike = run
@@ -206,7 +219,7 @@ class Checkpointer:
         self._cadence = open_cadence(max_s=max_interval_s, min_s=min(MIN_INTERVAL_S, max_interval_s))
         self._memory_every_steps = memory_every_steps
         self._per_rank = wanted
-        self._on_busy = on_busy
+        self._on_busy = busy_policy(on_busy)
         self._rng_on_reshard = rng_on_reshard
         given = trust or TrustOptions(unsigned=unsigned)
         self._trust = merge_options(given, options_from_environment())
@@ -236,6 +249,18 @@ class Checkpointer:
             self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
         )
         self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
+        self._uploads: UploadLane | None = None
+        if upload_root is not None:
+            self._uploads = UploadLane(
+                self._channel,
+                self._root,
+                open_root(upload_root, store),
+                rank=run.rank,
+                world_size=run.world_size,
+                every=upload_every,
+                close_s=upload_close_s,
+                may_publish=run.check_lease,
+            )
         self._saver = Saver(
             self._channel,
             self._root,
@@ -246,6 +271,8 @@ class Checkpointer:
             may_commit=run.check_lease,
             on_commit=self._note_commit,
             on_done=self._note_done,
+            delay_s=write_delay(run.rank, run.world_size, stagger_s, timeout_s),
+            uploader=self._uploads.uploader if self._uploads else None,
         )
         if self._trust.unsigned and run.rank == 0:
             print(
@@ -273,10 +300,11 @@ class Checkpointer:
         if self._life is not None:
             raise ConfigError("Checkpointer: restore() was already called")
         fresh = fresh_start or os.environ.get(frames.ENV_FRESH_START) == "1"
+        memory = MemorySource(self._channel) if self._memory else None
         with self._run.phase("restore"):
             task = Restore(
-                roots=(self._root,),
-                memory=MemorySource(self._channel) if self._memory else None,
+                roots=(self._root, self._uploads.root) if self._uploads else (self._root,),
+                memory=memory,
                 channel=self._channel,
                 rank=self._run.rank,
                 world_size=self._run.world_size,
@@ -292,9 +320,14 @@ class Checkpointer:
             outcome = restore(task, self.state, fresh_start=fresh)
             self._life, self._guard = outcome.life, task.guard
         life = outcome.life
+        if self._uploads:
+            self._uploads.guard, self._uploads.restored_step = task.upload_guard, life.restored_step
         if life.checkpoint is not None:
             durable = outcome.tier in ("disk", "object")
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
+            if memory is not None and not durable and (slot := memory.slot_read(life.checkpoint, self._run.rank)):
+                # The next image must not be staged over the only one there is.
+                self._stager.slots.note_kept(slot, life.restored_step)
         self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):
@@ -475,7 +508,7 @@ class Checkpointer:
             print(f"keepstep: {what} of step {outcome.step} failed: {outcome.error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Wait for the save in flight and let the staging buffers go. Safe to call twice."""
+        """Wait for the save in flight, and some time for uploads; let the staging buffers go. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -483,6 +516,8 @@ class Checkpointer:
             self.wait()
             if self._keeper is not None:
                 self._keeper.wait(PRUNE_TIMEOUT_S)
+            if self._uploads:
+                self._uploads.close(self._run.notice_left_s(), self._run.rank == 0)
         self._writer.close()
         self._staging.slots.close()
 
@@ -521,7 +556,7 @@ class Checkpointer:
         median_s = self._saver.median_s()
         if median_s is None:
             return None
-        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
+        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR)
 
     def inject_fault(self, fault: Fault) -> None:
         """The write of this rank's next save meets `fault` (`--inject storage-error`, `storage-stall`)."""

@@ -249,10 +249,9 @@ class Run:
 
     def _why_no_last_save(self) -> str:
         """Why a save begun now would not be committed before the notice is over; "" when it would, or there is no notice."""
-        asked_ns = self._words[layout.W_STOP_REQUEST] or self._stop_asked_ns
-        if self._notice_s is None or not asked_ns:
+        left_s = self.notice_left_s()
+        if left_s is None:
             return ""
-        left_s = self._notice_s - (monotonic_ns() - asked_ns) / 1e9
         needs = [c.save_needs_s() for c in self.checkpointers]
         known_s = sum(n for n in needs if n is not None)
         if None in needs and left_s < UNMEASURED_NOTICE_S:
@@ -260,6 +259,13 @@ class Run:
         if known_s and known_s + NOTICE_MARGIN_S > left_s:
             return f"a save may take {known_s:.1f} s and {left_s:.1f} s of the notice are left"
         return ""
+
+    def notice_left_s(self) -> float | None:
+        """Seconds that are left of the notice once this rank was asked to stop; None before, and where no notice is known."""
+        asked_ns = self._words[layout.W_STOP_REQUEST] or self._stop_asked_ns
+        if self._notice_s is None or not asked_ns:
+            return None
+        return self._notice_s - (monotonic_ns() - asked_ns) / 1e9
 
     def _decision_every(self) -> int:
         """Steps until the next decision: about DECISION_PERIOD_S, growing slowly so that a slow first step misleads nobody."""

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import SIDE_FOLDER
+from keepstep.checkpoint.format.layout import SIDE_FOLDER, upload_note_name
 from keepstep.checkpoint.keeping import pins
 from keepstep.checkpoint.keeping.policy import Policy
 from keepstep.checkpoint.keeping.records import (
     OF_ONE_CHECKPOINT,
+    TIERS,
     TOMBSTONES,
     Tombstone,
     whoami,
@@ -220,6 +221,7 @@ def _delete(root: Root, deleter: Deleter, line: Line, tombstone: bytes) -> None:
         deleter.delete_file(folder, name)
     for kind in OF_ONE_CHECKPOINT:
         deleter.delete_record(kind, folder)
+    deleter.delete_record(TIERS, upload_note_name(folder))
     deleter.delete_record(TOMBSTONES, folder)
     deleter.remove_folder(folder)
 

@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.format.layout import QUARANTINE_FOLDER, TOMBSTONE_FOLDER, parse_folder_name
+from keepstep.checkpoint.format.layout import (
+    QUARANTINE_FOLDER,
+    TOMBSTONE_FOLDER,
+    parse_folder_name,
+    upload_note_name,
+)
 from keepstep.checkpoint.keeping import pins
 from keepstep.checkpoint.keeping.retention import Suspicion
 from keepstep.checkpoint.storage.source import Sink, Source
@@ -103,6 +108,7 @@ class Records(msgspec.Struct, frozen=True, kw_only=True):
     verified: dict[str, str]
     """Digest of the marker that was verified, by checkpoint."""
     tiers: dict[str, list[Reached]]
+    """What each reached, in the order of time."""
 
 
 def read_records(root: Source, now_ns: int) -> Records:
@@ -123,7 +129,7 @@ def read_records(root: Source, now_ns: int) -> Records:
         },
         quarantined_ns={name: time_in(data, now_ns) for name, data in root.records(QUARANTINE).items()},
         verified={name: found.digest for name, found in verified.items() if found is not None},
-        tiers={name: found.reached for name, found in notes.items() if found is not None},
+        tiers=_by_checkpoint(notes),
     )
 
 
@@ -174,6 +180,14 @@ def time_ns(text: str) -> int:
     whole = int(moment.replace(microsecond=0).timestamp()) * 1_000_000_000
     fraction = re.search(r"\.(\d{1,9})", text)
     return whole + (int(fraction[1].ljust(9, "0")) if fraction else 0)
+
+
+def _by_checkpoint(notes: dict[str, TierNote | None]) -> dict[str, list[Reached]]:
+    result: dict[str, list[Reached]] = {}
+    for name, note in notes.items():
+        if note is not None and name in (note.checkpoint, upload_note_name(note.checkpoint)):
+            result.setdefault(note.checkpoint, []).extend(note.reached)
+    return {checkpoint: sorted(reached, key=lambda one: one.time) for checkpoint, reached in result.items()}
 
 
 def _decode(data: bytes, kind: type[_T]) -> _T | None:

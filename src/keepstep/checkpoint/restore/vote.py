@@ -19,6 +19,7 @@ from keepstep.checkpoint.restore.freshness import leaves_behind
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
+from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.checkpoint.trust.rollback import Ruling
@@ -27,6 +28,10 @@ from keepstep.records.errors import ChannelError, RefuseToStartError, StorageErr
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.torch.load import Restored
+
+
+TIERS = ("shm", "peer", "disk", "object")
+"""Nearest first."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +66,9 @@ class Candidate(msgspec.Struct, frozen=True):
 class Restore(msgspec.Struct, kw_only=True):
     """One restore on one rank: what it is to look at, and how it talks to the other ranks.
 
-    `roots` are where checkpoints last, nearest first; `memory` is what the job's nodes hold in memory, None when that is not asked.
-    `policy` says whose checkpoints count; rank 0 alone needs it. `guard` is rank 0's, from the restore on.
+    `roots` are where checkpoints last, nearest first: where this job saves, and maybe the object store that it uploads to. `memory`
+    is what the job's nodes hold in memory, None when that is not asked. `policy` says whose checkpoints count; rank 0 alone needs
+    it. `guard` and `upload_guard` are rank 0's of these two roots, from the restore on.
     """
 
     roots: tuple[Root, ...]
@@ -79,6 +85,9 @@ class Restore(msgspec.Struct, kw_only=True):
     rng_on_reshard: str = "refuse"
     timeout_s: float
     guard: Guard | None = None
+    upload_guard: Guard | None = None
+    lost_root: bool = False
+    """The first root holds nothing that was committed, another one does."""
     number: int = 0  # of the proposal that is open
 
     @property
@@ -106,8 +115,7 @@ def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Outco
     root).
     """
     begin_ns = time.monotonic_ns()
-    life, restored, place = _lead(task, state, fresh_start) if task.rank == 0 else _follow(task, state)
-    tier = "none" if restored is None else _tier_of(task.places[place])
+    life, restored, tier = _lead(task, state, fresh_start) if task.rank == 0 else _follow(task, state)
     if restored is not None and life.checkpoint is not None:
         from keepstep.checkpoint.torch.load import load
 
@@ -125,11 +133,8 @@ def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Outco
     return Outcome(life=life, tier=tier)
 
 
-def _tier_of(source: Source) -> str:
-    return source.tier
-
-
-_Result = tuple[Life, "Restored | None", int]
+_Result = tuple[Life, "Restored | None", str]
+"""Where the life begins, its values, and the farthest tier from which a rank read them."""
 
 
 # ---- rank 0
@@ -142,7 +147,7 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
     try:
         assert task.policy is not None, "rank 0 has the policy"
         found = _list_all(task, task.policy)
-        task.guard = Guard(task.roots[0], task.channel, task.only_run, task.policy)
+        _open_guards(task, found, task.policy)
         facts = [item.entry.manifest.facts for item in found if item.entry.manifest and item.entry.manifest.facts]
         # A clock that was set back must not make this life look older than what it restores.
         started_ns = max([time.time_ns(), *(fact.created_ns + 1 for fact in facts)])
@@ -153,7 +158,7 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
         )
         if fresh_start and not restart:
             task.channel.set("restore/0", {"start": msgspec.to_builtins(start)})
-            return start, None, 0
+            return start, None, "none"
         return _propose_all(task, state, found, start)
     except BaseException as error:
         # Whatever the others wait for now, they find the error there.
@@ -166,15 +171,51 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
 
 def _list_all(task: Restore, policy: TrustPolicy) -> list[Candidate]:
     """Every checkpoint in every place, newest first, each in the nearest place first; lives of all places count."""
-    found = []
+    found: list[Candidate] = []
     for place, source in enumerate(task.places):
-        listed = list_checkpoints(source, policy=policy, run_id=task.only_run)
+        try:
+            listed = list_checkpoints(source, policy=policy, run_id=task.only_run)
+        except StorageError as error:
+            nearer = any(item.entry.candidate and task.places[item.place] is task.roots[0] for item in found)
+            if source in (task.memory, task.roots[0]) or not nearer:
+                raise
+            # What is uploaded is a copy of what the first root has, or had.
+            print(f"keepstep: not looked at for checkpoints: {error}", file=sys.stderr, flush=True)
+            continue
         found += [Candidate(place, entry) for entry in listed]
     marked = mark_abandoned([item.entry for item in found])
     found = [Candidate(item.place, entry) for item, entry in zip(found, marked, strict=True)]
     found.sort(key=lambda item: item.place)
     found.sort(key=lambda item: item.entry.name, reverse=True)
     return found
+
+
+def _open_guards(task: Restore, found: list[Candidate], policy: TrustPolicy) -> None:
+    """The guards of the roots, and whether the first one is lost as a whole.
+
+    Then the mark of what was uploaded rules: a disk that is gone is no reason to refuse the copies made for that case. As long as
+    anything committed is left in the first root, going back behind its mark stays refused. Raises StorageError or ChannelError.
+    """
+    task.guard = Guard(task.roots[0], task.channel, task.only_run, policy)
+    if len(task.roots) < 2:
+        return
+    committed = {task.places[item.place].where for item in found if item.entry.committed}
+    task.lost_root = task.roots[0].where not in committed and task.roots[1].where in committed
+    try:
+        task.upload_guard = Guard(task.roots[1], task.channel, task.only_run, policy)
+    except StorageError as error:
+        if task.lost_root:
+            raise
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+    if task.lost_root:
+        known = task.guard.mark
+        newest = "" if known is None else f"; the newest known one there was {known.at.checkpoint}"
+        print(
+            f"keepstep: {task.roots[0].where} holds no committed checkpoint, so training goes on from what "
+            f"{task.roots[1].where} holds{newest}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], start: Life) -> _Result:
@@ -197,22 +238,23 @@ def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], s
         life = msgspec.structs.replace(
             start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=entry.manifest.digest
         )
-        restored = _propose(task, state, life, item, rejected)
+        taken = _propose(task, state, life, item, rejected)
         task.number += 1
-        if restored is not None:
+        if taken is not None:
             _accept(task, life, item, lasting, rejected, ruling)
-            return life, restored, item.place
+            return life, *taken
     _refuse_unless_empty(task, found, rejected)
     task.guard.check_start(task.run_id, _OVERRIDE)
     task.channel.set(f"restore/{task.number}", {"start": msgspec.to_builtins(start)})
-    return start, None, 0
+    return start, None, "none"
 
 
 def _ruling(task: Restore, item: Candidate, lasting: list[Listed], rejected: list[_Rejected]) -> Ruling:
     """What the mark says about a candidate. Raises RefuseToStartError when it would be an unexplained step back."""
     assert task.guard is not None
     damaged = frozenset(refused.record.checkpoint for refused in rejected if not refused.distrust)
-    ruling = task.guard.rule(item.entry, lasting, damaged)
+    guard = task.upload_guard if task.lost_root and task.upload_guard is not None else task.guard
+    ruling = guard.rule(item.entry, lasting, damaged)
     if ruling.action != "refuse":
         return ruling
     if task.places[item.place] is task.memory:
@@ -235,19 +277,22 @@ def _accept(
             _quarantine(task, refused)
     if task.places[item.place] is not task.memory:
         assert task.guard is not None
-        task.guard.restored(
-            item.entry,
-            run=task.run_id,
-            life_started_ns=life.started_ns,
-            permit=ruling.permit,
-            left_behind=leaves_behind(item.entry, lasting, task.guard.mark),
-        )
+        uploaded = len(task.roots) > 1 and task.places[item.place] is task.roots[1]
+        for guard in (task.guard, task.upload_guard if uploaded else None):
+            if guard is not None:
+                guard.restored(
+                    item.entry,
+                    run=task.run_id,
+                    life_started_ns=life.started_ns,
+                    permit=ruling.permit,
+                    left_behind=leaves_behind(item.entry, lasting, guard.mark),
+                )
 
 
 def _propose(
     task: Restore, state: dict[str, Any], life: Life, item: Candidate, rejected: list[_Rejected]
-) -> Restored | None:
-    """Put one candidate to the vote; its values when all ranks accept."""
+) -> tuple[Restored, str] | None:
+    """Put one candidate to the vote; when all ranks accept its values, and the farthest tier that a rank read from."""
     number, source = task.number, task.places[item.place]
     task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life), "place": item.place})
     restored, own_vote = _examine(task, state, life, source)
@@ -258,15 +303,18 @@ def _propose(
     for rank, vote in refusals:
         if vote.get("refuse"):
             raise RefuseToStartError(vote["reason"] if rank == 0 else f"rank {rank}: {vote['reason']}")
-        if vote.get("absent") and source is not task.memory:
+        if vote.get("absent"):
             # The others see the folder: this host's mount is at fault, and the checkpoint is not to be blamed for it.
             raise StorageError(
                 f"rank {rank} cannot see {source.where}/{item.entry.name.text}: {vote['reason']}; "
                 "is the checkpoint root mounted there?"
             )
-    task.channel.set(f"restore/{number}/result", {"ok": not refusals})
     if not refusals:
-        return restored
+        assert restored is not None
+        tier = max((votes[key]["tier"] for key in keys), key=TIERS.index)
+        task.channel.set(f"restore/{number}/result", {"ok": True, "tier": tier})
+        return restored, tier
+    task.channel.set(f"restore/{number}/result", {"ok": False})
     rank, vote = refusals[0]
     _reject(task, rejected, item, vote["reason"], rank, file=vote.get("file"))
     return None
@@ -303,14 +351,22 @@ def _reject(
         rejected.append(refused)
         if distrust is None:
             _quarantine(task, refused)
-    fields = {"checkpoint": record.checkpoint, "step": record.step, "reason": reason, "tier": source.tier}
+    fields: dict[str, Any] = {
+        "checkpoint": record.checkpoint,
+        "step": record.step,
+        "reason": reason,
+        "tier": source.tier,
+    }
+    if distrust is not None:
+        fields["distrust"] = distrust
     with contextlib.suppress(ChannelError):
         task.channel.report("quarantined" if source is not task.memory else "image_refused", fields)
 
 
 def _quarantine(task: Restore, refused: _Rejected) -> None:
-    if task.guard is not None:
-        task.guard.refused(refused.record.checkpoint)
+    guard = task.upload_guard if len(task.roots) > 1 and refused.root is task.roots[1] else task.guard
+    if guard is not None:
+        guard.refused(refused.record.checkpoint)
     try:
         write_quarantine(refused.root, refused.record)
     except StorageError as error:  # a root that is read-only can still be restored from
@@ -373,9 +429,11 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.marker(life.checkpoint) is None:
+        if source is not task.memory and source.marker(life.checkpoint) is None:
             return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
-        return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
+        restored = read_checkpoint(source, life.checkpoint, life.parent, want)
+        tier = source.tier_read(life.checkpoint) if isinstance(source, MemorySource) else source.tier
+        return restored, {"ok": True, "tier": tier}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}
     except (VerificationError, StorageError, ChannelError) as error:
@@ -390,12 +448,13 @@ def _follow(task: Restore, state: dict[str, Any]) -> _Result:
         number = task.number
         proposal = _await(task, f"restore/{number}")
         if "start" in proposal:
-            return msgspec.convert(proposal["start"], Life), None, 0
+            return msgspec.convert(proposal["start"], Life), None, "none"
         life, place = msgspec.convert(proposal["try"], Life), int(proposal["place"])
         restored, vote = _examine(task, state, life, task.places[place])
         task.channel.set(f"restore/{number}/vote/{task.rank}", vote)
-        if _await(task, f"restore/{number}/result")["ok"]:
-            return life, restored, place
+        result = _await(task, f"restore/{number}/result")
+        if result["ok"]:
+            return life, restored, result["tier"]
         task.number += 1
 
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from keepstep.checkpoint.format.layout import MARKER_SIGNED, MARKER_UNSIGNED, FolderName
-from keepstep.checkpoint.storage.source import Root
+from keepstep.checkpoint.storage.source import Root, Tier
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import (
     Facts,
@@ -98,11 +98,16 @@ def memory_marker(
     return _marker(folder, files, msgspec.structs.replace(facts, memory=algorithm), signer)
 
 
-def write_tier_note(root: Root, folder: str, kept: bool) -> None:
-    """Note beside the checkpoint which tiers hold it, for people and for pruning. A note that fails is no harm."""
+def write_tier_note(root: Root, folder: str, tiers: Sequence[Tier], *, name: str | None = None) -> None:
+    """Note beside the checkpoint which tiers hold it from now on, for people and for pruning. A note that fails is no harm.
+
+    Notes are written once: what is reached later is a note of its own, under another `name`.
+    """
     now = rfc3339(time.time_ns())
-    reached = [{"tier": root.tier, "time": now}, *([{"tier": "shm", "time": now}] if kept else [])]
+    note = {
+        "schema": "keepstep.tiers/1",
+        "checkpoint": folder,
+        "reached": [{"tier": tier, "time": now} for tier in tiers],
+    }
     with contextlib.suppress(StorageError):
-        root.put_record(
-            "tiers", folder, to_json({"schema": "keepstep.tiers/1", "checkpoint": folder, "reached": reached})
-        )
+        root.put_record("tiers", name or folder, to_json(note))

@@ -20,9 +20,11 @@ from keepstep.checkpoint.format.index import Index
 from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
 from keepstep.checkpoint.restore.vote import Life
 from keepstep.checkpoint.save.commit import commit, memory_marker, write_tier_note, writer_facts
+from keepstep.checkpoint.save.gather import gather, tell_failure
 from keepstep.checkpoint.save.memoryset import ImageFact, MemorySet, fingerprint_fact
 from keepstep.checkpoint.save.sealing import Sealed
 from keepstep.checkpoint.save.slots import Slot
+from keepstep.checkpoint.save.uploader import Upload, Uploader
 from keepstep.checkpoint.save.writerclient import ImageWriter
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root
@@ -31,9 +33,6 @@ from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Facts, Manifest
 from keepstep.checkpoint.trust.signers import Signer
 from keepstep.records.errors import ChannelError, StorageError
-
-_KEYS_AT_ONCE = 500  # values of that many ranks fit into one frame of the side channel
-_LOOK_EVERY_S = 1.0
 
 
 class SaveJob(msgspec.Struct, kw_only=True):
@@ -99,12 +98,13 @@ class Saver:
         on_commit: Callable[[str, Manifest], None] = lambda _folder, _manifest: None,
         on_done: Callable[[Outcome, float], None] = lambda _outcome, _block_s: None,
         delay_s: float = 0.0,
+        uploader: Uploader | None = None,
     ) -> None:
         """`may_commit` is called right before the marker is written and raises StorageError when it must not be.
 
         `on_commit` is called on rank 0 with folder and manifest once they are committed, `on_done` on every rank at the end of a
         save with the seconds for which it blocked training. `delay_s` holds back this rank's write, never the staging, so that
-        not all ranks of a large job write at once.
+        not all ranks of a large job write at once. `uploader` copies what was committed to a further place.
         """
         self._channel = channel
         self._root = root
@@ -119,7 +119,11 @@ class Saver:
         self._on_commit = on_commit
         self._on_done = on_done
         self._delay_s = delay_s
+        self._uploader = uploader
         self._took_s: deque[float] = deque(maxlen=20)
+        self._kept_s: deque[float] = deque(maxlen=20)
+        self._durable = True
+        """Whether the save in flight is."""
         self._begun_ns = 0
         self.parent: str | None = None
         self.newest: str | None = None
@@ -139,7 +143,7 @@ class Saver:
         """Start the save; the one before must have been waited for."""
         assert self._thread is None, "one save in flight"
         self._number += 1
-        self._begun_ns = job.begun_ns
+        self._begun_ns, self._durable = job.begun_ns, job.durable
         if job.slot is not None:
             job.slot.busy, job.slot.kept = True, None
         if job.durable:
@@ -165,10 +169,12 @@ class Saver:
         """True while a save is being carried out."""
         return self._thread is not None and self._thread.is_alive()
 
-    def in_flight_s(self, expected_s: float) -> float:
-        """Seconds until the save in flight is over when it takes `expected_s` in all; 0 when there is none."""
-        if not self.in_flight():
+    def in_flight_s(self, factor: float) -> float:
+        """Seconds until the save in flight is over when it takes `factor` times the median of its kind; 0 when there is none."""
+        took = list(self._took_s if self._durable or not self._kept_s else self._kept_s)
+        if not self.in_flight() or not took:
             return 0.0
+        expected_s = factor * statistics.median(took)
         return max(0.0, expected_s - (time.monotonic_ns() - self._begun_ns) / 1e9)
 
     def wait(self) -> Outcome | None:
@@ -194,8 +200,10 @@ class Saver:
             self._tell_failure(number, text)
             where = "" if self._rank == 0 else f"rank {self._rank}: "  # rank 0's error names the rank that failed
             outcome = Outcome(step=job.name.step, durable=job.durable, error=f"{where}{text}")
+        if outcome.checkpoint is not None:
+            took = self._took_s if job.durable else self._kept_s
+            took.append((time.monotonic_ns() - job.begun_ns) / 1e9)
         if outcome.checkpoint is not None and job.durable:
-            self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
         if job.slot is not None:
             job.slot.busy, job.slot.kept = False, outcome.step if outcome.kept else None
@@ -209,15 +217,14 @@ class Saver:
     def _tell_failure(self, number: int, error: str) -> None:
         """Tell the other ranks that this one failed, wherever they wait for it."""
         keys = ("folder", "result") if self._rank == 0 else (f"sealed/{self._rank}", f"rank/{self._rank}", "failed")
-        for key in keys:
-            with contextlib.suppress(ChannelError):
-                self._channel.cas(f"ckpt/{number}/{key}", {"error": error, "rank": self._rank})
+        tell_failure(self._channel, f"ckpt/{number}", keys, self._rank, error)
 
     def _report(self, outcome: Outcome) -> None:
         fields: dict[str, Any] = {"step": outcome.step}
         kind = "committed" if outcome.durable else "kept"
         if outcome.error is None:
             fields |= {"checkpoint": outcome.checkpoint, "persist_ns": outcome.persist_ns, "kept": outcome.kept}
+            fields["tier"] = self._root.tier if outcome.durable else "shm"
         else:
             kind = "ckpt_failed"
             fields |= {"error": outcome.error, "tier": self._root.tier if outcome.durable else "shm"}
@@ -276,9 +283,10 @@ class Saver:
 
     def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
         """Keep the sealed image in memory and say so; that this fails is no failure of the save."""
-        if job.memory is None:
+        if job.memory is None or job.slot is None:
             return
         facts = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle, "attempt": job.name.attempt}
+        facts |= {"rank": self._rank, "slot": job.slot.name}
         said: dict[str, Any]
         try:
             job.memory.keep_image(folder, name, sealed.file_bytes, sealed.algorithm, sealed.fingerprints, facts)
@@ -307,13 +315,16 @@ class Saver:
         elif not kept:
             raise StorageError("not all ranks could keep their image in memory")
         digest = None if manifest is None else manifest.digest
+        order = self._uploader.order() if manifest is not None and self._uploader is not None else None
         # The commit is durable; a channel that fails now changes nothing about that.
         with contextlib.suppress(ChannelError):
-            self._channel.set(f"ckpt/{number}/result", {"digest": digest, "kept": kept})
-        if manifest is not None:
-            write_tier_note(self._root, folder, kept)
+            self._channel.set(f"ckpt/{number}/result", {"digest": digest, "kept": kept, "upload": order})
+        if manifest is not None and own is not None:
+            write_tier_note(self._root, folder, [self._root.tier, "shm"] if kept else [self._root.tier])
             self._root.note_latest(step)
             self._on_commit(folder, manifest)
+            if self._uploader is not None:
+                self._uploader.take(Upload(step=step, folder=folder, file=own, manifest=manifest), order)
         return Outcome(
             step=step,
             durable=job.durable,
@@ -374,39 +385,12 @@ class Saver:
         return commit(self._root, folder, files, self._facts(job), job.signer, may_publish=self._may_commit)
 
     def _collect(self, number: int, what: str, ranks: range) -> dict[int, dict[str, Any]]:
-        """What `ranks` say of their part.
-
-        Raises StorageError as soon as a rank is found to have failed, ChannelError at the time limit.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        result: dict[int, dict[str, Any]] = {}
-        for begin in range(ranks.start, ranks.stop, _KEYS_AT_ONCE):
-            keys = {f"ckpt/{number}/{what}/{rank}": rank for rank in ranks if begin <= rank < begin + _KEYS_AT_ONCE}
-            values = self._wait(number, list(keys), deadline)
-            for key, rank in keys.items():
-                if "error" in values[key]:
-                    raise StorageError(f"rank {rank}: {values[key]['error']}")
-                result[rank] = values[key]
-        return result
-
-    def _wait(self, number: int, keys: list[str], deadline: float) -> dict[str, Any]:
-        """Values of `keys`; looks now and then whether some rank has failed meanwhile, so that nobody waits for the slowest."""
-        while True:
-            begin_s = time.monotonic()
-            slice_s = max(0.0, min(_LOOK_EVERY_S, deadline - begin_s))
-            try:
-                return self._channel.wait(keys, slice_s)
-            except ChannelError:
-                now_s = time.monotonic()
-                if now_s >= deadline or now_s - begin_s < slice_s:
-                    raise  # not just the end of this slice
-            failed = self._channel.get(f"ckpt/{number}/failed")
-            if isinstance(failed, dict):
-                raise StorageError(f"rank {failed['rank']}: {failed['error']}")
+        return gather(self._channel, f"ckpt/{number}", what, ranks, self._timeout_s)
 
     # ---- the other ranks
 
     def _follow(self, job: SaveJob, number: int) -> Outcome:
+        file: FileFact | None = None
         begin_ns, key = time.monotonic_ns(), f"ckpt/{number}/folder"
         place = self._channel.wait([key], self._timeout_s)[key]
         if "error" in place:
@@ -424,6 +408,8 @@ class Saver:
         result = self._channel.wait([result_key], 2 * self._timeout_s)[result_key]
         if "error" in result:
             return Outcome(step=job.name.step, durable=job.durable, error=result["error"])
+        if self._uploader is not None and file is not None:
+            self._uploader.take(Upload(step=job.name.step, folder=place["name"], file=file), result["upload"])
         return Outcome(
             step=job.name.step,
             durable=job.durable,

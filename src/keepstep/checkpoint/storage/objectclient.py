@@ -7,7 +7,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -157,14 +157,63 @@ def put_parts(client: Client, key: str, views: Sequence[memoryview], size: int) 
         with contextlib.suppress(StorageError):
             if size_of(client, key) is not None and holds(client, key, views):
                 return True
-        if "Error performing DELETE" in str(error.__cause__):
-            # obstore then asks the store to drop the parts, and tells of that request's failure in place of the first.
-            raise StorageError(
-                f"cannot write {client.where}/{key}: a part did not go through in {options.retry_for_s:g} s; "
-                "the others stay hidden in the bucket until its rule for incomplete uploads drops them"
-            ) from error
-        raise
+        raise _of_parts(client, key, error) from error
     return True
+
+
+def put_stream(client: Client, key: str, chunks: Iterable[bytearray], size: int) -> bool:
+    """Make a large object of `size` bytes from chunks that are made as they go up; False when there is one already.
+
+    What making them raises is raised here, and then no object comes to be: one appears only with its last part. A few parts are in
+    memory at a time (`parallel` and two more).
+    """
+    import obstore
+
+    if size_of(client, key) is not None:
+        return False
+    options = client.options
+    part = max(options.part_bytes, -(-size // MAX_PARTS))
+    problems: list[Exception] = []
+
+    def handed_over() -> Iterator[bytearray]:
+        try:
+            yield from chunks
+        except Exception as error:
+            problems.append(error)
+            raise
+
+    try:
+        with errors(client, "write", key):
+            obstore.put(
+                client.store,
+                key,
+                handed_over(),
+                use_multipart=True,
+                chunk_size=part,
+                max_concurrency=options.parallel,
+            )
+    except Exception as error:
+        if problems:  # the client may tell of a part it could not drop instead
+            raise problems[0] from None
+        if not isinstance(error, StorageError):
+            raise
+        # The last answer may have been lost on its way. Nobody else writes here, and parts become an object all at once.
+        with contextlib.suppress(StorageError):
+            if size_of(client, key) == size:
+                return True
+        raise _of_parts(client, key, error) from error
+    return True
+
+
+def _of_parts(client: Client, key: str, error: StorageError) -> StorageError:
+    """What to say of an upload in parts that failed."""
+    if "Error performing DELETE" not in str(error.__cause__):
+        return error
+    # obstore then asks the store to drop the parts, and tells of that request's failure in place of the first.
+    return StorageError(
+        f"cannot write {client.where}/{key}: a part did not go through in {client.options.retry_for_s:g} s; "
+        "the others stay hidden in the bucket until its rule for incomplete uploads drops them"
+    )
 
 
 def size_of(client: Client, key: str) -> int | None:

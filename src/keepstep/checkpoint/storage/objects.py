@@ -43,6 +43,7 @@ from keepstep.checkpoint.storage.objectclient import (
     list_names,
     open_client,
     put_parts,
+    put_stream,
 )
 from keepstep.checkpoint.storage.source import MAX_RECORD_BYTES, StoreOptions, StoreUrl, check_record_name
 from keepstep.checkpoint.storage.writer import FileFact, chunks
@@ -241,6 +242,19 @@ class ObjectRoot(msgspec.Struct, frozen=True):
         if sha256 is not None and text != sha256:
             raise StorageError(f"{folder}/{name}: its bytes changed while they were written")
         return FileFact(name=name, size_bytes=size, sha256=text)
+
+    def put_checked(self, folder: str, name: str, chunks: Iterable[bytearray], size_bytes: int) -> None:
+        """Write one new file of `size_bytes` from `chunks`, which are compared with a digest while they are made.
+
+        What that raises ends the upload, and no object comes to be. Raises StorageError.
+        """
+        key = data_key(folder, name)
+        if size_bytes <= CONDITIONAL_BYTES:
+            created = create(self.client, key, [memoryview(chunk) for chunk in chunks])
+        else:
+            created = put_stream(self.client, key, chunks, size_bytes)
+        if not created:
+            raise StorageError(f"{self.where}/{key} is there already; nothing is overwritten")
 
     def publish(self, folder: str, marker: str, data: bytes, *, may_publish: Callable[[], None] = lambda: None) -> None:
         """See source.Sink."""

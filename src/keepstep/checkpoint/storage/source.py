@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
@@ -148,6 +148,40 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     retry_for_s: float = 120.0
     part_bytes: int = 16 << 20
     parallel: int = 8
+
+
+ENV_STORE_ENDPOINT = "KEEPSTEP_STORE_ENDPOINT"
+ENV_STORE_REGION = "KEEPSTEP_STORE_REGION"
+ENV_STORE_KMS_KEY = "KEEPSTEP_STORE_KMS_KEY"
+ENV_STORE_ALLOW_HTTP = "KEEPSTEP_STORE_ALLOW_HTTP"
+"""1: an endpoint without TLS is accepted."""
+
+
+def store_options(given: StoreOptions | None = None, environ: Mapping[str, str] | None = None) -> StoreOptions:
+    """`given`, and what the environment says where that says nothing. Raises ConfigError."""
+    env = os.environ if environ is None else environ
+    options = given or StoreOptions()
+    allow_http = env.get(ENV_STORE_ALLOW_HTTP, "")
+    if allow_http not in ("", "0", "1"):
+        raise ConfigError(f"{ENV_STORE_ALLOW_HTTP}={allow_http!r}: give 1 or 0")
+    return msgspec.structs.replace(
+        options,
+        endpoint=options.endpoint or env.get(ENV_STORE_ENDPOINT) or None,
+        region=options.region or env.get(ENV_STORE_REGION) or None,
+        kms_key=options.kms_key or env.get(ENV_STORE_KMS_KEY) or None,
+        allow_http=options.allow_http or allow_http == "1",
+    )
+
+
+def store_environment(options: StoreOptions) -> dict[str, str]:
+    """The variables that say what `options` say; nothing for what is not set."""
+    variables = {
+        ENV_STORE_ENDPOINT: options.endpoint or "",
+        ENV_STORE_REGION: options.region or "",
+        ENV_STORE_KMS_KEY: options.kms_key or "",
+        ENV_STORE_ALLOW_HTTP: "1" if options.allow_http else "",
+    }
+    return {name: value for name, value in variables.items() if value}
 
 
 class StoreUrl(msgspec.Struct, frozen=True, kw_only=True):

@@ -284,12 +284,13 @@ class Coordinator:
 
         def take(new: list[Record]) -> None:
             for record in new:
+                incidents = len(self.job.incidents)
                 if record["type"] in TIMED:
                     record.setdefault("t_ns", self.anchor.now())
                 self.job.apply(record)
                 if record["type"] in ENDS_CYCLE:
                     self._files.note_ended()
-                elif record["type"] in CHANGES_CYCLE:
+                elif record["type"] in CHANGES_CYCLE or len(self.job.incidents) > incidents:
                     self._files.note_changed()
             records.extend(new)
 

@@ -1,4 +1,4 @@
-"""The run folder's files for people, kept up to date beside the coordinator's work: no restart waits for them.
+"""Files of the run folder for people (cycles, incidents, the end), written beside the coordinator: no restart waits for them.
 
 All of them can be made again from the journal. At 16,384 ranks a cycle's record takes a tenth of a second of the process, so it is
 written less often than it changes.
@@ -10,12 +10,14 @@ import asyncio
 import sys
 from pathlib import Path
 
+from keepstep.launcher.coordination.incidents import write_incidents
 from keepstep.launcher.coordination.runfolder import cycle_record, has_ended, write_cycle, write_summary
 from keepstep.launcher.coordination.state import JobState
 from keepstep.launcher.files import write_durable
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import StorageError
+from keepstep.records.timeline import Mark
 
 RETRY_S = 1.0
 REST = 5
@@ -29,6 +31,8 @@ class CycleFiles:
         self._run_dir = run_dir
         self._job = job
         self._ended: dict[int, Cycle] = {}
+        self._incidents = 0
+        """How many of the job's are written."""
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()
 
@@ -53,6 +57,7 @@ class CycleFiles:
         """Write what `note_replayed` found, before anything else happens. Raises StorageError."""
         self._write(self._ended)
         self._ended = {}
+        self._write_incidents(list(self._job.incidents))
 
     async def keep_written(self) -> None:
         """Write what changes until cancelled."""
@@ -68,6 +73,8 @@ class CycleFiles:
                     views[self._job.last_cycle] = cycle_record(self._job, ended=False)
                 try:
                     await asyncio.to_thread(self._write, views)
+                    new = self._job.incidents[self._incidents :]
+                    await asyncio.to_thread(self._write_incidents, new)
                 except (StorageError, OSError) as error:
                     # The journal has it all; should that fail too, this process ends.
                     print(f"coordinator: a cycle's file is not up to date: {error}", file=sys.stderr, flush=True)
@@ -87,8 +94,13 @@ class CycleFiles:
         write_durable(self._run_dir / "verdict.json", to_pretty_json(self._job.verdict))
         ended, self._ended = self._ended, {}
         self._write(ended)
+        self._write_incidents(self._job.incidents[self._incidents :])
         write_summary(self._run_dir, self._job)
 
     def _write(self, views: dict[int, Cycle]) -> None:
         for record in views.values():
             write_cycle(self._run_dir, record)
+
+    def _write_incidents(self, new: list[tuple[str, Mark]]) -> None:
+        write_incidents(self._run_dir, self._job.run_id, new)
+        self._incidents += len(new)

@@ -52,6 +52,7 @@ def cycle_record(job: JobState, ended: bool) -> Cycle:
         ended_at=rfc3339(end.t_ns) if ended and end is not None else None,
         end_reason=end.attrs.get("reason") if ended and end is not None else None,
         fault=fault,
+        incident=next((name for name, k in job.incidents if (k.attempt, k.cycle) == (job.attempt, c.number)), None),
         restored_step=c.restored_step,
         restored_from=restored_from(c.restored_from),
         restored_checkpoint=c.restored_checkpoint,

@@ -15,6 +15,7 @@ import msgspec
 
 from keepstep.goodput.history import HistoryFold
 from keepstep.launcher import messages as m
+from keepstep.launcher.coordination.incidents import incident_id, is_incident
 from keepstep.launcher.coordination.noprogress import Progress
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import DURABLE, FailureHistory, RankPlace, VerdictFile
@@ -208,6 +209,8 @@ class JobState:
         self.away: set[str] = set()
         """Nodes lost in this attempt that have not come back."""
         self.marks: list[Mark] = []
+        self.incidents: list[tuple[str, Mark]] = []
+        """Id and mark of every incident of the run."""
         self.stop: Record | None = None
         self.verdict: VerdictFile | None = None
         self.counted = 0
@@ -260,6 +263,8 @@ class JobState:
     def _apply_mark(self, r: Record) -> None:
         mark = msgspec.convert(r["mark"], Mark)
         self.marks.append(mark)
+        if is_incident(mark):
+            self.incidents.append((incident_id(len(self.incidents) + 1), mark))
         self.failures.take_mark(mark.kind, mark.t_ns, mark.attrs)
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.checkpoint.storage.source import StoreOptions, store_environment
 from keepstep.checkpoint.trust.policy import TrustOptions, environment_of
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.messages import StartCycle
@@ -60,7 +61,7 @@ def cycle_environment(
     env[frames.ENV_RUN_DIR] = config.run_dir
     env[frames.ENV_AGENT_SOCKET] = str(agent_socket)
     env |= {name: value for name, value in NCCL_DEFAULTS.items() if _setter(name) is None}
-    env |= trust_environment(config)
+    env |= checkpoint_environment(config)
     if config.fresh_start:
         env[frames.ENV_FRESH_START] = "1"
     if config.failure_prior is not None:
@@ -107,11 +108,19 @@ def cycle_environment(
     return env
 
 
-def trust_environment(config: RunConfig) -> dict[str, str]:
-    """Variables that tell a rank's Checkpointer whom to trust and how to sign. What the flags leave open, the user's own
-    variables may say.
+def checkpoint_environment(config: RunConfig) -> dict[str, str]:
+    """Variables that tell a rank's Checkpointer whom to trust, how to sign, how to reach an object store and what to do when a save
+    is in flight. What the flags leave open, the user's own variables may say.
     """
-    return environment_of(msgspec.convert(config, TrustOptions, from_attributes=True))
+    store = StoreOptions(
+        endpoint=config.store_endpoint,
+        region=config.store_region,
+        kms_key=config.kms_key,
+        allow_http=config.store_allow_http,
+    )
+    busy = {frames.ENV_ON_BUSY: config.on_busy} if config.on_busy is not None else {}
+    trust = environment_of(msgspec.convert(config, TrustOptions, from_attributes=True))
+    return trust | store_environment(store) | busy
 
 
 def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -123,7 +132,7 @@ def planned_defaults(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for name, value in {**NCCL_DEFAULTS, DUMP_FILE: prefix, DUMP_PIPE: prefix}.items():
         setter = _setter(name)
         yield (name, value, "keepstep") if setter is None else (setter, os.environ[setter], "this shell")
-    for name, value in trust_environment(config).items():
+    for name, value in checkpoint_environment(config).items():
         yield name, value, "keepstep"
     yield "TORCHELASTIC_ERROR_FILE", "a file for each rank in the node's folder", "keepstep"
 

@@ -19,6 +19,8 @@ from keepstep.records.cycle import DURABLE
 NS_PER_S = 1_000_000_000
 RATE_MARKS = 64
 """Step marks kept to measure the speed from."""
+UNCOMMITTED = 64
+"""Images in memory are many, and most are never committed: so many are remembered."""
 
 PHASE_AFTER = {
     "run_started": "forming",
@@ -69,6 +71,8 @@ class CheckpointView(msgspec.Struct, kw_only=True):
     committed_at: str
     persist_s: float | None = None
     reason: str = ""
+    tiers: list[dict[str, str]] = []
+    """Where it is whole, in the order in which that was reached: tier ("disk", "object", "shm", "peer") and time."""
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -103,6 +107,8 @@ class RunState(msgspec.Struct, kw_only=True):
     nodes: dict[str, NodeView] = {}
     checkpoints: list[CheckpointView] = []
     faults: list[dict[str, Any]] = []
+    reached: dict[str, list[dict[str, str]]] = {}
+    """Tiers that checkpoints reached before their commit, the newest UNCOMMITTED of them."""
 
 
 def read_state(run_dir: Path) -> RunState:
@@ -217,6 +223,8 @@ def _take_mark(state: RunState, mark: dict[str, Any]) -> None:
             state.faults.append({**attrs, "cycle": cycle, "attempt": attempt})
     elif kind == "committed":
         _take_commit(state, mark, attrs)
+    elif kind == "tier_reached":
+        _take_tier(state, str(attrs.get("checkpoint")), str(attrs.get("tier")), t_ns)
     elif kind == "quarantined":
         for one in state.checkpoints:
             if one.checkpoint == attrs.get("checkpoint"):
@@ -243,16 +251,32 @@ def _take_restored(state: RunState, step: int | None, attrs: dict[str, Any]) -> 
 def _take_commit(state: RunState, mark: dict[str, Any], attrs: dict[str, Any]) -> None:
     state.committed_step = attrs.get("step")
     persist_ns = attrs.get("persist_ns")
+    name = str(attrs.get("checkpoint") or f"step-{attrs.get('step')}")
+    now = rfc3339(mark.get("t_ns") or 0)
+    tiers = [{"tier": "shm", "time": now}] if attrs.get("kept") else []
+    tiers += [*state.reached.pop(name, []), {"tier": str(attrs.get("tier") or "disk"), "time": now}]
     state.checkpoints.append(
         CheckpointView(
-            checkpoint=str(attrs.get("checkpoint") or f"step-{attrs.get('step')}"),
+            checkpoint=name,
+            tiers=sorted(tiers, key=lambda one: one["time"]),
             step=attrs.get("step"),
             attempt=mark.get("attempt") or 0,
             cycle=mark.get("cycle") or 0,
-            committed_at=rfc3339(mark.get("t_ns") or 0),
+            committed_at=now,
             persist_s=persist_ns / NS_PER_S if isinstance(persist_ns, int) else None,
         )
     )
+
+
+def _take_tier(state: RunState, checkpoint: str, tier: str, t_ns: int) -> None:
+    reached = {"tier": tier, "time": rfc3339(t_ns)}
+    known = next((one for one in reversed(state.checkpoints) if one.checkpoint == checkpoint), None)
+    if known is not None:
+        known.tiers = [*known.tiers, reached]
+        return
+    state.reached.setdefault(checkpoint, []).append(reached)
+    while len(state.reached) > UNCOMMITTED:
+        del state.reached[next(iter(state.reached))]
 
 
 def node_views(state: RunState) -> list[NodeView]:
