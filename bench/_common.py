@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +107,34 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def launch(command: list[str], folder: Path, env: dict[str, str], *, limit_s: float = 120.0) -> int:
+    """Run a job to its end with its output in the folder; returns its exit code, -1 when it had to be stopped."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCHELASTIC_"))}
+    clean["OMP_NUM_THREADS"] = "1"
+    with (folder / "output.log").open("wb") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=clean | env, start_new_session=True)
+        try:
+            return child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(40)
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+            return -1
+
+
+@contextlib.contextmanager
+def work_folder(keep: Path | None) -> Iterator[Path]:
+    """The folder for all jobs: kept, or gone at the end."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
+            yield Path(name)
 
 
 def cpu_s(pid: int) -> float:

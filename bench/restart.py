@@ -9,21 +9,16 @@ For hangs keepstep's own journal says when the stall was noticed; the script say
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-from _common import Result, Target, argument_parser, emit, say
+from _common import Result, Target, argument_parser, emit, launch, say, work_folder
 from keepstep.launcher.coordination.journal import read_marks
 
 Kills = dict[tuple[str, str], dict[str, list[float]]]
@@ -32,28 +27,10 @@ Kills = dict[tuple[str, str], dict[str, list[float]]]
 SCRIPTS = Path(__file__).resolve().parent / "_scripts"
 CYCLE_SECONDS = 1.0
 HANG_TIMEOUT_S = 5.0
-JOB_LIMIT_S = 120.0
 FT_LAUNCHER = "ft_launcher"
 # torch 2.13 keeps one store over all restarts by default; ranks then meet stale addresses of the last cycle and may not
 # come back at all. The peer is measured at its best.
 PEER_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def launch(command: list[str], folder: Path, env: dict[str, str]) -> int:
-    """Run a job to its end with its output in the folder; returns its exit code."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCHELASTIC_"))}
-    clean["OMP_NUM_THREADS"] = "1"
-    with (folder / "output.log").open("wb") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, env=clean | env, start_new_session=True)
-        try:
-            return child.wait(JOB_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(40)
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            return -1
 
 
 def launcher_command(system: str, folder: Path, restarts: int) -> list[str]:
@@ -122,17 +99,6 @@ def stall_job(stalls: list[str], folder: Path) -> dict[str, list[float]]:
     if code != 0 or done < len(stalls):
         say(f"stalls: exit {code}, {done} of {len(stalls)} restarts; see {folder / 'output.log'}")
     return found
-
-
-@contextlib.contextmanager
-def work_folder(keep: Path | None) -> Iterator[Path]:
-    """The folder for all jobs: kept, or gone at the end."""
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
-    else:
-        with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as name:
-            yield Path(name)
 
 
 def ft_launcher_version() -> str | None:

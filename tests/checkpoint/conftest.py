@@ -10,6 +10,7 @@ import pytest
 # `tests.checkpoint.support` is imported by its full name, also when pytest is not started as `python -m pytest`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.checkpoint.faults import hold  # noqa: F401 - fixtures
 from tests.checkpoint.s3 import moto_server, s3  # noqa: F401 - fixtures
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -247,6 +248,21 @@ def test_full_disk_during_a_save_costs_the_save_not_the_job(tmp_path: Path) -> N
     failed = [m for m in launch.marks if m.kind == "ckpt_failed"]
     assert failed and "No space left" in failed[0].attrs["error"]
     assert launch.summary["checkpoints"]["failed"] == len(failed)
+
+
+def test_storage_that_fails_or_stalls_costs_a_save_not_the_job(tmp_path: Path, reference: str) -> None:
+    faults = ("storage-error@step=9,rank=1,at_byte=100", "storage-stall@step=24,rank=1,seconds=0.3")
+    code, launch = run(tmp_path, training(), *TWO, *(part for fault in faults for part in ("--inject", fault)))
+    assert code == 0, launch.output
+    assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
+    assert len(launch.cycles) == 1, "no rank was lost"
+    failed = launch.mark("ckpt_failed")
+    assert failed.attrs["step"] == 10
+    assert re.search(r"rank 1: cannot write .*/rank-00001-of-00002.*Input/output error", failed.attrs["error"])
+    assert "save of step 10 failed: rank 1:" in launch.output
+    assert [m.attrs["step"] for m in launch.marks if m.kind == "committed"] == [20, 30]
+    assert "injecting storage-stall on rank 1 at step 24" in launch.output
+    assert launch.summary["checkpoints"]["failed"] == 1
 
 
 def test_port_in_use_is_a_free_restart_on_another_port(tmp_path: Path) -> None:

@@ -155,12 +155,13 @@ def test_ranks_know_how_long_they_have_once_asked_to_stop(notice_s: float | None
 
 SLOW_DISK = """
 import time
-import keepstep.checkpoint.save.saver as saver
-write = saver._write_own
-def slow(job, path):
-    time.sleep(1.5)
-    return write(job, path)
-saver._write_own = slow
+from keepstep.checkpoint.save.saver import Saver
+store = Saver._store
+def slow(self, job, folder, number):
+    if job.durable:
+        time.sleep(1.5)
+    return store(self, job, folder, number)
+Saver._store = slow
 """
 
 

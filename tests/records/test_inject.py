@@ -23,6 +23,8 @@ def test_kinds_of_the_contract_so_far() -> None:
         "oom",
         "node-loss",
         "partition",
+        "storage-error",
+        "storage-stall",
     }
     assert expected <= set(KINDS)
 
@@ -58,6 +60,13 @@ def test_a_partition_has_a_length_and_its_own_word_for_a_timed_begin() -> None:
     assert parse_injection("partition@step=4").seconds is None
 
 
+def test_faults_of_the_storage() -> None:
+    assert parse_injection("storage-error@step=4").at_byte == 0
+    assert parse_injection("storage-error@step=4,rank=1,at_byte=70000").at_byte == 70_000
+    assert parse_injection("storage-stall@step=4,seconds=2.5").seconds == 2.5
+    assert parse_injection("storage-stall@step=4").seconds is None
+
+
 def test_what_waits_for_a_step_is_not_timed() -> None:
     assert parse_injection("kill@step=4,seconds=3").timed_s is None
     assert parse_injection("slow@step=4,seconds=3").timed_s is None
@@ -82,6 +91,12 @@ def test_what_waits_for_a_step_is_not_timed() -> None:
         ("slow@step=1,factor=x", r"factor='x' is not a float"),
         ("slow@seconds=1", r"needs step=N"),
         ("exit@rank=1,code=3", r"'exit@rank=1,code=3': needs step=N"),
+        ("storage-error@step=1,seconds=2", r"'seconds=2' is not one of at_byte, cycle, node, rank, step as KEY=VALUE"),
+        ("storage-error@step=1,at_byte=-1", r"at_byte=-1 is below 0"),
+        ("storage-error@step=1,at_byte=1k", r"at_byte='1k' is not a int"),
+        ("storage-stall@seconds=2", r"needs step=N"),
+        ("storage-stall@step=1,seconds=-2", r"seconds=-2.0 is no time"),
+        ("storage-stall@step=1,seconds=nan", r"seconds=nan is no time"),
     ],
 )
 def test_a_mistake_names_the_part_and_what_is_valid(spec: str, message: str) -> None:

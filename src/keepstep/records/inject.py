@@ -25,6 +25,8 @@ InjectKind = Literal[
     "preempt",
     "node-loss",
     "partition",
+    "storage-error",
+    "storage-stall",
 ]
 KINDS: tuple[str, ...] = get_args(InjectKind)
 _KEYS: dict[str, type] = {
@@ -37,11 +39,14 @@ _KEYS: dict[str, type] = {
     "steps": int,
     "seconds": float,
     "after": float,
+    "at_byte": int,
 }
 _EXTRA: dict[str, set[str]] = {
     "exit": {"code"},
     "slow": {"factor", "steps", "seconds"},
     "partition": {"after", "seconds"},
+    "storage-error": {"at_byte"},
+    "storage-stall": {"seconds"},
 }
 # Without a step (a script that reports none) only what can be done from outside the rank is possible, some time after the start.
 OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt", "node-loss", "partition")
@@ -53,12 +58,14 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One fault to cause. `step`: before this step begins.
 
     `seconds`: after the ranks of the cycle were started; of a `slow`, how long each step is delayed; of a `partition`, how long the
-    node is cut off (10 s when absent), whose begin without a step is `after`.
+    node is cut off (10 s when absent), whose begin without a step is `after`; of a `storage-stall`, how long the storage
+    does not answer (10 s when absent).
 
     `oom`: the rank really allocates until the kernel kills it (see keepstep.trainer.inject). `node-loss`: the launcher
     kills itself with every process it has, as a power cut would end them. `partition`: the launcher closes its
     connections to the coordinator and opens none for that time. No packet filter is involved: the host's other traffic,
-    the ranks' collectives too, goes on.
+    the ranks' collectives too, goes on. `storage-error`, `storage-stall`: the rank's next save meets the fault where its
+    image is written; the first fails with EIO at byte `at_byte` of the file.
     """
 
     kind: InjectKind
@@ -71,6 +78,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     factor: float = 2.0
     steps: int = 1
     after: float | None = None
+    at_byte: int = 0
 
     @property
     def timed_s(self) -> float | None:
@@ -103,4 +111,9 @@ def parse_injection(spec: str) -> Injection:
     if "step" not in fields and not (kind in OUTSIDE_KINDS and begin in fields):
         hint = f"step=N or {begin}=S" if kind in OUTSIDE_KINDS else "step=N"
         raise ConfigError(f"--inject {spec!r}: needs {hint}")
-    return msgspec.convert({"kind": cast(InjectKind, kind), **fields}, Injection)
+    injection = msgspec.convert({"kind": cast(InjectKind, kind), **fields}, Injection)
+    if injection.at_byte < 0:
+        raise ConfigError(f"--inject {spec!r}: at_byte={injection.at_byte} is below 0")
+    if kind == "storage-stall" and not 0 <= (injection.seconds or 0.0) < float("inf"):
+        raise ConfigError(f"--inject {spec!r}: seconds={injection.seconds} is no time to stand still")
+    return injection

@@ -26,6 +26,7 @@ from keepstep.checkpoint.save.writerthread import ThreadWriter
 from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import StoreOptions, open_root, store_options
+from keepstep.checkpoint.storage.targets import Fault
 from keepstep.checkpoint.trust.manifest import Manifest, plain_metrics
 from keepstep.checkpoint.trust.policy import (
     TrustOptions,
@@ -299,10 +300,11 @@ class Checkpointer:
         if self._life is not None:
             raise ConfigError("Checkpointer: restore() was already called")
         fresh = fresh_start or os.environ.get(frames.ENV_FRESH_START) == "1"
+        memory = MemorySource(self._channel) if self._memory else None
         with self._run.phase("restore"):
             task = Restore(
                 roots=(self._root, self._uploads.root) if self._uploads else (self._root,),
-                memory=MemorySource(self._channel) if self._memory else None,
+                memory=memory,
                 channel=self._channel,
                 rank=self._run.rank,
                 world_size=self._run.world_size,
@@ -323,6 +325,9 @@ class Checkpointer:
         if life.checkpoint is not None:
             durable = outcome.tier in ("disk", "object")
             self._saver.continue_from(life.restored_step, life.checkpoint, life.parent, durable=durable)
+            if memory is not None and not durable and (slot := memory.slot_read(life.checkpoint, self._run.rank)):
+                # The next image must not be staged over the only one there is.
+                self._stager.slots.note_kept(slot, life.restored_step)
         self._begin_interval()
         self._run.note_restored(life.restored_step)
         with contextlib.suppress(StorageError):
@@ -551,7 +556,11 @@ class Checkpointer:
         median_s = self._saver.median_s()
         if median_s is None:
             return None
-        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR * median_s)
+        return SAVE_FACTOR * median_s + self._saver.in_flight_s(SAVE_FACTOR)
+
+    def inject_fault(self, fault: Fault) -> None:
+        """The write of this rank's next save meets `fault` (`--inject storage-error`, `storage-stall`)."""
+        self._saver.fault = fault
 
     def damage_images(self) -> None:
         """Flip a bit in every image of this rank that is kept in memory (for the injection of that name)."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 OOM_ROOM_BYTES = 64 << 20
+STALL_S = 10.0
+"""How long a `storage-stall` lasts that does not say."""
 
 
 class InjectedError(Exception):
@@ -55,6 +57,8 @@ def carry_out(injection: Injection, run: Run) -> None:
             corrupt_newest(run)
         case "oom":
             exhaust_memory()
+        case "storage-error" | "storage-stall":
+            break_storage(injection, run)
         case "coordinator-kill" | "preempt" | "node-loss" | "partition":
             if not isinstance(run.channel, AgentChannel):
                 raise ChannelError(f"--inject {injection.kind}: this rank has no keepstep launcher")
@@ -167,6 +171,19 @@ def poison_next_gradient() -> None:
 
     hooks: list[Any] = []
     handle = register_module_forward_pre_hook(at_forward)
+
+
+def break_storage(injection: Injection, run: Run) -> None:
+    """The next save of each Checkpointer of this rank meets the fault. A save that has begun already does not."""
+    from keepstep.checkpoint.storage.targets import Fault
+
+    if injection.kind == "storage-error":
+        fault = Fault(kind="storage-error", at_byte=injection.at_byte)
+    else:
+        seconds = STALL_S if injection.seconds is None else injection.seconds
+        fault = Fault(kind="storage-stall", seconds=seconds)
+    for checkpointer in run.checkpointers:
+        checkpointer.inject_fault(fault)
 
 
 def corrupt_newest(run: Run) -> None:

@@ -19,6 +19,7 @@ MARKERS = (MARKER_SIGNED, MARKER_UNSIGNED)
 SIDE_FOLDER = ".keepstep"
 QUARANTINE_FOLDER = "quarantine"
 TOMBSTONE_FOLDER = "tombstones"
+IMAGE_SUFFIX = ".safetensors"
 PRINTS_SUFFIX = ".prints"
 """In the memory tier a file of this ending lies beside each image: the fingerprints of its blocks, one after the other."""
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -78,7 +79,7 @@ def upload_note_name(folder: str) -> str:
 
 def rank_file_name(rank: int, world_size: int) -> str:
     """Name of the file that rank `rank` of `world_size` writes."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"rank-{rank:05d}-of-{world_size:05d}{IMAGE_SUFFIX}"
 
 
 def is_plain_file_name(name: str) -> bool:

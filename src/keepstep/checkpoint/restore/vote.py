@@ -19,6 +19,7 @@ from keepstep.checkpoint.restore.freshness import leaves_behind
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.lineage import Listed, list_checkpoints, mark_abandoned
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, write_quarantine
+from keepstep.checkpoint.storage.memory import MemorySource
 from keepstep.checkpoint.storage.source import Root, Source
 from keepstep.checkpoint.trust.policy import TrustPolicy
 from keepstep.checkpoint.trust.rollback import Ruling
@@ -27,6 +28,10 @@ from keepstep.records.errors import ChannelError, RefuseToStartError, StorageErr
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.torch.load import Restored
+
+
+TIERS = ("shm", "peer", "disk", "object")
+"""Nearest first."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +115,7 @@ def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Outco
     root).
     """
     begin_ns = time.monotonic_ns()
-    life, restored, place = _lead(task, state, fresh_start) if task.rank == 0 else _follow(task, state)
-    tier = "none" if restored is None else _tier_of(task.places[place])
+    life, restored, tier = _lead(task, state, fresh_start) if task.rank == 0 else _follow(task, state)
     if restored is not None and life.checkpoint is not None:
         from keepstep.checkpoint.torch.load import load
 
@@ -129,11 +133,8 @@ def restore(task: Restore, state: dict[str, Any], *, fresh_start: bool) -> Outco
     return Outcome(life=life, tier=tier)
 
 
-def _tier_of(source: Source) -> str:
-    return source.tier
-
-
-_Result = tuple[Life, "Restored | None", int]
+_Result = tuple[Life, "Restored | None", str]
+"""Where the life begins, its values, and the farthest tier from which a rank read them."""
 
 
 # ---- rank 0
@@ -157,7 +158,7 @@ def _lead(task: Restore, state: dict[str, Any], fresh_start: bool) -> _Result:
         )
         if fresh_start and not restart:
             task.channel.set("restore/0", {"start": msgspec.to_builtins(start)})
-            return start, None, 0
+            return start, None, "none"
         return _propose_all(task, state, found, start)
     except BaseException as error:
         # Whatever the others wait for now, they find the error there.
@@ -237,15 +238,15 @@ def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], s
         life = msgspec.structs.replace(
             start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=entry.manifest.digest
         )
-        restored = _propose(task, state, life, item, rejected)
+        taken = _propose(task, state, life, item, rejected)
         task.number += 1
-        if restored is not None:
+        if taken is not None:
             _accept(task, life, item, lasting, rejected, ruling)
-            return life, restored, item.place
+            return life, *taken
     _refuse_unless_empty(task, found, rejected)
     task.guard.check_start(task.run_id, _OVERRIDE)
     task.channel.set(f"restore/{task.number}", {"start": msgspec.to_builtins(start)})
-    return start, None, 0
+    return start, None, "none"
 
 
 def _ruling(task: Restore, item: Candidate, lasting: list[Listed], rejected: list[_Rejected]) -> Ruling:
@@ -290,8 +291,8 @@ def _accept(
 
 def _propose(
     task: Restore, state: dict[str, Any], life: Life, item: Candidate, rejected: list[_Rejected]
-) -> Restored | None:
-    """Put one candidate to the vote; its values when all ranks accept."""
+) -> tuple[Restored, str] | None:
+    """Put one candidate to the vote; when all ranks accept its values, and the farthest tier that a rank read from."""
     number, source = task.number, task.places[item.place]
     task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life), "place": item.place})
     restored, own_vote = _examine(task, state, life, source)
@@ -302,15 +303,18 @@ def _propose(
     for rank, vote in refusals:
         if vote.get("refuse"):
             raise RefuseToStartError(vote["reason"] if rank == 0 else f"rank {rank}: {vote['reason']}")
-        if vote.get("absent") and source is not task.memory:
+        if vote.get("absent"):
             # The others see the folder: this host's mount is at fault, and the checkpoint is not to be blamed for it.
             raise StorageError(
                 f"rank {rank} cannot see {source.where}/{item.entry.name.text}: {vote['reason']}; "
                 "is the checkpoint root mounted there?"
             )
-    task.channel.set(f"restore/{number}/result", {"ok": not refusals})
     if not refusals:
-        return restored
+        assert restored is not None
+        tier = max((votes[key]["tier"] for key in keys), key=TIERS.index)
+        task.channel.set(f"restore/{number}/result", {"ok": True, "tier": tier})
+        return restored, tier
+    task.channel.set(f"restore/{number}/result", {"ok": False})
     rank, vote = refusals[0]
     _reject(task, rejected, item, vote["reason"], rank, file=vote.get("file"))
     return None
@@ -425,9 +429,11 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source.marker(life.checkpoint) is None:
+        if source is not task.memory and source.marker(life.checkpoint) is None:
             return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
-        return read_checkpoint(source, life.checkpoint, life.parent, want), {"ok": True}
+        restored = read_checkpoint(source, life.checkpoint, life.parent, want)
+        tier = source.tier_read(life.checkpoint) if isinstance(source, MemorySource) else source.tier
+        return restored, {"ok": True, "tier": tier}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}
     except (VerificationError, StorageError, ChannelError) as error:
@@ -442,12 +448,13 @@ def _follow(task: Restore, state: dict[str, Any]) -> _Result:
         number = task.number
         proposal = _await(task, f"restore/{number}")
         if "start" in proposal:
-            return msgspec.convert(proposal["start"], Life), None, 0
+            return msgspec.convert(proposal["start"], Life), None, "none"
         life, place = msgspec.convert(proposal["try"], Life), int(proposal["place"])
         restored, vote = _examine(task, state, life, task.places[place])
         task.channel.set(f"restore/{number}/vote/{task.rank}", vote)
-        if _await(task, f"restore/{number}/result")["ok"]:
-            return life, restored, place
+        result = _await(task, f"restore/{number}/result")
+        if result["ok"]:
+            return life, restored, result["tier"]
         task.number += 1
 
 

@@ -42,12 +42,15 @@ class MemorySet:
         self._channel = channel
         self._slot = slot
         self._small: dict[str, int] = {}
+        self._inherited = True
+        """The process that was this rank before may have kept something of this slot."""
 
     def forget(self) -> None:
         """Say that the slot is about to be overwritten; the marker goes first. Raises ChannelError."""
         for name in (f"{self._slot}-marker", f"{self._slot}-index", self._slot, f"{self._slot}-prints"):
-            if name == self._slot or name in self._small:
+            if name == self._slot or name in self._small or self._inherited:
                 self._channel.unkeep(name)
+        self._inherited = False
 
     def keep_image(
         self, checkpoint: str, file: str, size_bytes: int, algorithm: str, prints: bytes, facts: dict[str, Any]

@@ -28,7 +28,7 @@ from keepstep.checkpoint.save.uploader import Upload, Uploader
 from keepstep.checkpoint.save.writerclient import ImageWriter
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.storage.source import Root
-from keepstep.checkpoint.storage.targets import PosixFile
+from keepstep.checkpoint.storage.targets import Fault, PosixFile, meet_fault
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Facts, Manifest
 from keepstep.checkpoint.trust.signers import Signer
@@ -42,7 +42,7 @@ class SaveJob(msgspec.Struct, kw_only=True):
     for `written`.
 
     `durable`: written to the root; otherwise it is kept in memory only. `memory`: what keeps it there, None for not at all. `plan`
-    is the digest of what all ranks are to save.
+    is the digest of what all ranks are to save. `fault`: what this rank's write is to meet (`--inject`).
     """
 
     name: FolderName
@@ -61,6 +61,7 @@ class SaveJob(msgspec.Struct, kw_only=True):
     metrics: Mapping[str, float] | None = None
     stream: Callable[[Path], FileFact] | None = None
     written: threading.Event | None = None
+    fault: Fault | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,12 +121,17 @@ class Saver:
         self._delay_s = delay_s
         self._uploader = uploader
         self._took_s: deque[float] = deque(maxlen=20)
+        self._kept_s: deque[float] = deque(maxlen=20)
+        self._durable = True
+        """Whether the save in flight is."""
         self._begun_ns = 0
         self.parent: str | None = None
         self.newest: str | None = None
         self.committed_step: int | None = None
         self.failures_in_row = 0
         self.last_error: str | None = None
+        self.fault: Fault | None = None
+        """What the write of the next save is to meet."""
 
     def continue_from(self, step: int, checkpoint: str, digest: str | None, *, durable: bool) -> None:
         """`checkpoint`, whose manifest has SHA-256 `digest`, is the newest: the next one names it as parent."""
@@ -137,9 +143,11 @@ class Saver:
         """Start the save; the one before must have been waited for."""
         assert self._thread is None, "one save in flight"
         self._number += 1
-        self._begun_ns = job.begun_ns
+        self._begun_ns, self._durable = job.begun_ns, job.durable
         if job.slot is not None:
             job.slot.busy, job.slot.kept = True, None
+        if job.durable:
+            job.fault, self.fault = self.fault, None
         self._thread = threading.Thread(target=self._work, args=(job, self._number), name="keepstep-save")
         self._thread.start()
 
@@ -161,10 +169,12 @@ class Saver:
         """True while a save is being carried out."""
         return self._thread is not None and self._thread.is_alive()
 
-    def in_flight_s(self, expected_s: float) -> float:
-        """Seconds until the save in flight is over when it takes `expected_s` in all; 0 when there is none."""
-        if not self.in_flight():
+    def in_flight_s(self, factor: float) -> float:
+        """Seconds until the save in flight is over when it takes `factor` times the median of its kind; 0 when there is none."""
+        took = list(self._took_s if self._durable or not self._kept_s else self._kept_s)
+        if not self.in_flight() or not took:
             return 0.0
+        expected_s = factor * statistics.median(took)
         return max(0.0, expected_s - (time.monotonic_ns() - self._begun_ns) / 1e9)
 
     def wait(self) -> Outcome | None:
@@ -190,8 +200,10 @@ class Saver:
             self._tell_failure(number, text)
             where = "" if self._rank == 0 else f"rank {self._rank}: "  # rank 0's error names the rank that failed
             outcome = Outcome(step=job.name.step, durable=job.durable, error=f"{where}{text}")
+        if outcome.checkpoint is not None:
+            took = self._took_s if job.durable else self._kept_s
+            took.append((time.monotonic_ns() - job.begun_ns) / 1e9)
         if outcome.checkpoint is not None and job.durable:
-            self._took_s.append((time.monotonic_ns() - job.begun_ns) / 1e9)
             self.continue_from(outcome.step, outcome.checkpoint, outcome.digest, durable=True)
         if job.slot is not None:
             job.slot.busy, job.slot.kept = False, outcome.step if outcome.kept else None
@@ -227,7 +239,7 @@ class Saver:
             time.sleep(self._delay_s)
         name = rank_file_name(self._rank, self._world_size)
         if job.stream is not None:
-            return self._stream(job.stream, job.written, folder, name, number)
+            return self._stream(job.stream, job, folder, name, number)
         assert job.slot is not None
 
         def on_sealed(sealed: Sealed) -> None:
@@ -236,11 +248,15 @@ class Saver:
         slot, size = job.slot, job.file_bytes
         if job.durable and isinstance(self._root, PosixRoot):
             target = PosixFile(path=str(self._root.path.absolute() / folder / name))
+            if job.fault is not None:
+                self._writer.inject(job.fault, self._timeout_s)
             return self._writer.write(slot.fd, size, target, self._timeout_s, on_sealed=on_sealed)
         sealed = self._writer.seal(slot.fd, size, self._timeout_s)
         on_sealed(sealed)
         if not job.durable:
             return None
+        if job.fault is not None:
+            meet_fault(job.fault, f"{self._root.where}/{folder}/{name}")
         fact = self._root.put_file(folder, name, [slot.view(size)])
         if fingerprint_blocks(slot.view(size))[1] != sealed.fingerprints:
             raise StorageError(f"{name}: the staging buffer changed while it was written")
@@ -249,7 +265,7 @@ class Saver:
     def _stream(
         self,
         stream: Callable[[Path], FileFact],
-        written: threading.Event | None,
+        job: SaveJob,
         folder: str,
         name: str,
         number: int,
@@ -258,16 +274,19 @@ class Saver:
         with contextlib.suppress(ChannelError):
             self._channel.set(f"ckpt/{number}/sealed/{self._rank}", {"error": "the image could not be staged"})
         try:
+            if job.fault is not None:
+                meet_fault(job.fault, f"{self._root.where}/{folder}/{name}")
             return stream(self._root.path.absolute() / folder / name)
         finally:
-            if written is not None:
-                written.set()
+            if job.written is not None:
+                job.written.set()
 
     def _keep_own(self, job: SaveJob, folder: str, name: str, sealed: Sealed, number: int) -> None:
         """Keep the sealed image in memory and say so; that this fails is no failure of the save."""
-        if job.memory is None:
+        if job.memory is None or job.slot is None:
             return
         facts = {"run": job.name.run_id, "step": job.name.step, "cycle": job.name.cycle, "attempt": job.name.attempt}
+        facts |= {"rank": self._rank, "slot": job.slot.name}
         said: dict[str, Any]
         try:
             job.memory.keep_image(folder, name, sealed.file_bytes, sealed.algorithm, sealed.fingerprints, facts)

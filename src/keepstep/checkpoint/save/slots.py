@@ -60,6 +60,12 @@ class Slots:
         idle.sort(key=lambda slot: (slot.kept is not None and slot.kept == newest, slot.kept or -1))
         return idle[0] if idle else None
 
+    def note_kept(self, name: str, step: int) -> None:
+        """The memory tier has the image of `step` in slot `name`: it is spared while there is another."""
+        for slot in self.all:
+            if slot.name == name:
+                slot.kept = step
+
     def other_than(self, slot: Slot) -> Slot | None:
         """An idle slot that is not `slot`."""
         return next((other for other in self.all if other is not slot and not other.busy), None)

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Literal
 
-from keepstep.checkpoint.exchange import Exchange, Fetched
-from keepstep.checkpoint.format.layout import MARKERS, MAX_MANIFEST_BYTES, PRINTS_SUFFIX, parse_folder_name
-from keepstep.records.errors import ChannelError, VerificationError
+from keepstep.checkpoint.exchange import Exchange, Fetched, MemoryTier
+from keepstep.checkpoint.format.layout import (
+    IMAGE_SUFFIX,
+    MARKERS,
+    MAX_MANIFEST_BYTES,
+    PRINTS_SUFFIX,
+    parse_folder_name,
+)
+from keepstep.records.errors import ChannelError, StorageError, VerificationError
 
 
 class MemoryFile:
-    """A file in memory, mapped. Its rank may overwrite it at any time: what is read counts only once it is verified."""
+    """A file in memory. Its rank may overwrite it at any time: what is read counts only once it is verified."""
 
     def __init__(self, fetched: Fetched, name: str) -> None:
         """Takes over the descriptor."""
         self.name = name
         self.size_bytes = fetched.size_bytes
-        self._view: memoryview | None = memoryview(b"")
-        try:
-            if fetched.size_bytes:
-                self._view = memoryview(mmap.mmap(fetched.fd, fetched.size_bytes, prot=mmap.PROT_READ))
-        except (OSError, ValueError) as error:
-            raise VerificationError(f"{name}: cannot map {fetched.size_bytes} bytes of memory: {error}") from error
-        finally:
-            os.close(fetched.fd)
+        self._fd = fetched.fd
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """See source.Opened."""
-        assert self._view is not None
-        part = self._view[offset : offset + len(view)]
-        if len(part) != len(view):
-            raise VerificationError(f"{self.name}: ends at byte {self.size_bytes}, expected {offset + len(view)}")
-        view[:] = part
+        end, at = offset + len(view), offset
+        if end > self.size_bytes:
+            raise VerificationError(f"{self.name}: ends at byte {self.size_bytes}, expected {end}")
+        try:
+            while at < end:
+                # Read, not mapped: the kernel copies without a page table entry for each page, and without this interpreter's lock.
+                count = os.preadv(self._fd, [view[at - offset :]], at)
+                if count == 0:
+                    raise VerificationError(f"{self.name}: ends at byte {at}, expected {end}")
+                at += count
+        except OSError as error:
+            raise StorageError(f"{self.name}: cannot be read from memory: {error.strerror or error}") from error
 
     def close(self) -> None:
         """See source.Opened."""
-        self._view = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 class MemorySource:
@@ -48,8 +55,8 @@ class MemorySource:
 
     def __init__(self, channel: Exchange) -> None:
         self._channel = channel
-        self.fetched: dict[str, str] = {}
-        """Tier each file came from."""
+        self.fetched: dict[tuple[str, str], Fetched] = {}
+        """How each file came, by folder and name; the descriptors are closed."""
 
     def folders(self) -> list[str]:
         """See source.Source. None where no launcher keeps anything."""
@@ -90,9 +97,25 @@ class MemorySource:
         except ChannelError as error:
             raise VerificationError(f"{name}: is not in memory: {error}") from None
 
+    def tier_read(self, folder: str) -> MemoryTier:
+        """The farthest memory an image of `folder` was read from. Index and marker, which only one node writes, do not count."""
+        far = any(
+            read.tier == "peer"
+            for (checkpoint, name), read in self.fetched.items()
+            if checkpoint == folder and name.endswith(IMAGE_SUFFIX)
+        )
+        return "peer" if far else "shm"
+
+    def slot_read(self, folder: str, rank: int) -> str | None:
+        """The staging slot of `rank` on this node from which an image of `folder` was read."""
+        for (checkpoint, _), read in self.fetched.items():
+            if checkpoint == folder and read.tier == "shm" and read.facts.get("rank") == rank:
+                return str(read.facts.get("slot"))
+        return None
+
     def _fetch(self, folder: str, name: str) -> MemoryFile:
         fetched = self._channel.fetch(folder, name)
-        self.fetched[name] = fetched.tier
+        self.fetched[folder, name] = fetched
         return MemoryFile(fetched, name)
 
     def records(self, kind: str) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ _INLINE_BYTES = 1 << 20  # below this a thread costs more than it hides
 
 def room(size_bytes: int) -> memoryview:
     """`size_bytes` of anonymous memory: page-aligned, and back with the system as soon as it is dropped."""
-    return memoryview(mmap.mmap(-1, size_bytes)) if size_bytes else memoryview(b"")
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)) if size_bytes else memoryview(b"")
 
 
 def read_ahead(opened: Opened, *, chunk_bytes: int, depth: int) -> Generator[memoryview, None, None]:

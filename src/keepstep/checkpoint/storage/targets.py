@@ -18,6 +18,7 @@ import msgspec
 
 from keepstep.checkpoint.storage.syscalls import begin_write_back, reserve
 from keepstep.checkpoint.storage.writer import storage_error, write_all
+from keepstep.records.errors import StorageError
 
 DIRECT_ALIGN_BYTES = 4096
 _DIRECT_MIN_BYTES = 1 << 20  # below this the page cache is no burden
@@ -152,6 +153,13 @@ class PosixTarget:
                 os.close(fd)
         with contextlib.suppress(OSError):  # where it cannot be removed it stays in a folder that nobody committed
             self.path.unlink()
+
+
+def meet_fault(fault: Fault, where: str) -> None:
+    """The fault in the way of an upload, which is whole or not there. Raises StorageError, or returns after the stall."""
+    if fault.kind == "storage-error":
+        raise StorageError(f"cannot write {where}: {os.strerror(errno.EIO)}, injected (EIO)")
+    threading.Event().wait(fault.seconds)
 
 
 class FaultyTarget:

@@ -150,6 +150,20 @@ def fsync_folder(path: Path) -> None:
         raise storage_error("fsync", path, error) from error
 
 
+def make_folders(path: Path, mode: int = 0o777) -> None:
+    """Make folder `path` and those above it that are missing; durable on return. Raises StorageError.
+
+    `mode` is for `path` alone. What lies in a folder can be lost with it when only its own entries were made durable.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=mode)
+    except OSError as error:
+        raise storage_error("create", path, error) from error
+    for folder in reversed(missing):
+        fsync_folder(folder.parent)
+
+
 def replace_file(path: Path, data: bytes, *, temp: Path | None = None) -> None:
     """Put `data` at `path` so that a reader sees all of it or the old file; durable on return. Raises StorageError.
 

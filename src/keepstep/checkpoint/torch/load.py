@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from keepstep.checkpoint.format.boxes import REPLICATE, Box, local_box, whole
+from keepstep.checkpoint.format.boxes import REPLICATE, Box, Mesh, local_box, whole
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.index import Index, RankValues
 from keepstep.checkpoint.format.layout import INDEX_NAME
@@ -49,29 +49,45 @@ def targets(index: Index, state: Mapping[str, Any], live: Captured, rank: int, c
     """
     ours = {**live.sources, **{alias: live.sources[name] for alias, name in live.aliases.items()}}
     ours.update(_optimizer_parameters(state, index))
+    meshes: dict[int, Mesh] = {}
     return {
-        name: _target(name, meta, ours.get(name), index, live, rank, checkpoint) for name, meta in index.tensors.items()
+        name: _target(name, meta, ours.get(name), index, live, rank, checkpoint, meshes)
+        for name, meta in index.tensors.items()
     }
 
 
-def _target(name: str, meta: TensorMeta, ours: Any, index: Index, live: Captured, rank: int, checkpoint: str) -> Target:
+def _target(
+    name: str,
+    meta: TensorMeta,
+    ours: Any,
+    index: Index,
+    live: Captured,
+    rank: int,
+    checkpoint: str,
+    meshes: dict[int, Mesh],
+) -> Target:
     if ours is not None and sharded.is_dtensor(ours) and len(ours.shape) == len(meta.shape):
-        return _sharded_target(meta, ours.device_mesh, tuple(ours.placements), rank, name)
+        return _sharded_target(meta, ours.device_mesh, tuple(ours.placements), rank, name, meshes)
     if ours is not None or meta.mesh is None:
         return Target(whole(meta.shape))
     mesh = index.meshes[meta.mesh]
     if mesh in live.meshes:
         device_mesh = live.device_meshes[live.meshes.index(mesh)]
         placements = sharded.placements_from(meta.placements[: device_mesh.mesh.dim()])
-        return _sharded_target(meta, device_mesh, tuple(placements), rank, name)
+        return _sharded_target(meta, device_mesh, tuple(placements), rank, name, meshes)
     raise RefuseToStartError(
         f"{checkpoint}: {name!r} was saved sharded over {list(mesh.shape)} ranks, and nothing in the script says how it is to lie "
         "now; make that state before restore() (e.g. give optimizers as torch.optim.Optimizer objects)"
     )
 
 
-def _sharded_target(meta: TensorMeta, device_mesh: Any, placements: tuple[Any, ...], rank: int, name: str) -> Target:
-    mesh = sharded.mesh_of(device_mesh, rank + 1)
+def _sharded_target(
+    meta: TensorMeta, device_mesh: Any, placements: tuple[Any, ...], rank: int, name: str, meshes: dict[int, Mesh]
+) -> Target:
+    """`meshes` are those met before, by identity: torch works a mesh out anew each time it is asked."""
+    mesh = meshes.get(id(device_mesh))
+    if mesh is None:
+        mesh = meshes[id(device_mesh)] = sharded.mesh_of(device_mesh, rank + 1)
     coordinate = mesh.coordinate(rank)
     if coordinate is None:
         return Target(Box((0,) * len(meta.shape), (0,) * len(meta.shape)), device_mesh, placements)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from keepstep.checkpoint.format.plan import Plan, TensorMeta
 from keepstep.checkpoint.format.shard import Span
 from keepstep.checkpoint.restore.reader import Landing, Take, VerifiedFile, land, read_all
 from keepstep.checkpoint.restore.verify import check_files, read_manifest
+from keepstep.checkpoint.storage.posix import PosixFile
 from keepstep.checkpoint.storage.source import Source
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.torch.load import Restored, check_names, rebuild_own, rebuild_shared, targets
@@ -25,6 +26,7 @@ from keepstep.checkpoint.trust.manifest import Manifest
 from keepstep.records.errors import RefuseToStartError, VerificationError
 
 _MAX_PRINTS_BYTES = 64 << 20  # of an image of 32 TiB
+_OWN_SHARE = 0.9
 _THREADS = {"shm": 2, "peer": 2, "disk": 2, "object": 8}
 
 
@@ -97,10 +99,14 @@ def read_checkpoint(source: Source, folder: str, manifest_digest: str | None, wa
     blocks that hold something needed are read.
     """
     manifest = read_manifest(source, folder, trusted_key=None, allow_unsigned=True, expected_digest=manifest_digest)
-    if want.rank == 0:  # one listing is enough; what a rank opens is checked once more
-        check_files(source, folder, manifest)
     names = file_names(folder, manifest)
     assert manifest.facts is not None
+    if source.tier != "shm":
+        # Fingerprints find accidents, not intent: whoever could put such a manifest there could put anything beside it.
+        if manifest.facts.memory is not None:
+            raise VerificationError(f"{folder}: its manifest speaks of images in memory, and counts for nothing else")
+        if want.rank == 0:  # one listing is enough; what a rank opens is checked once more
+            check_files(source, folder, manifest)
     with contextlib.ExitStack() as stack:
         files = _Files(source, folder, manifest, stack)
         index = read_index(files.file(INDEX_NAME), files.facts, names)
@@ -121,12 +127,25 @@ def read_checkpoint(source: Source, folder: str, manifest_digest: str | None, wa
                 takes.setdefault(rank, []).extend(more)
         own = _read_own(files, names, want, folder, manifest.facts.step)
         jobs = [(files.file(names[rank]), of_rank) for rank, of_rank in sorted(takes.items())]
+        _bypass_cache(jobs)
         read_all(jobs, threads=threads_for(source.tier))
         values = rebuild_shared(index, _joined(landings), wanted, [item for part in landings for item in part.strided])
         for name in own.values:
             if name in values:
                 raise VerificationError(f"{folder}: state {name!r} is both shared and of one rank")
         return Restored(values={**values, **own.values}, rng=own.rng)
+
+
+def _bypass_cache(jobs: Sequence[tuple[VerifiedFile, Sequence[Take]]]) -> None:
+    """Read past the page cache what no other process is going to read: a file that nearly all this rank needs comes from.
+
+    Then the state is sharded as it was, and every rank has such a file of its own. Replicated tensors come from all files alike,
+    and the cache spares the other ranks of the host reading them from the disk again.
+    """
+    sizes = [sum(take.end - take.begin for take in takes) for _, takes in jobs]
+    for (file, _), size in zip(jobs, sizes, strict=True):
+        if size >= _OWN_SHARE * sum(sizes) and isinstance(file.opened, PosixFile):
+            file.opened.bypass_cache()
 
 
 def threads_for(tier: str) -> int:

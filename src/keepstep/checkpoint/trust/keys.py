@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.checkpoint.storage.writer import storage_error, write_all
+from keepstep.checkpoint.storage.writer import fsync_folder, make_folders, storage_error, write_all
 from keepstep.records.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,12 +67,13 @@ def signing_key() -> EllipticCurvePrivateKey:
 def make_key(path: Path) -> bytes:
     """Make a P-256 key at `path` (mode 0600), and its public half beside it with the ending `.pub`; the private PEM.
 
-    A key that is there already stays and is returned. Raises OSError.
+    Durable on return: a checkpoint signed with a key that a power cut takes back could never be restored. A key that is there
+    already stays and is returned. Raises OSError or StorageError.
     """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folders(path.parent, 0o700)
     key = ec.generate_private_key(ec.SECP256R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -92,6 +93,7 @@ def make_key(path: Path) -> bytes:
     temp_public = temp.with_suffix(".pub")
     _write_new(temp_public, public_pem(public), 0o644)  # type: ignore[arg-type]
     temp_public.replace(path.with_suffix(".pub"))
+    fsync_folder(path.parent)
     return winner
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from keepstep.checkpoint.storage.source import Root
-from keepstep.checkpoint.storage.writer import replace_file, storage_error
+from keepstep.checkpoint.storage.writer import make_folders, replace_file, storage_error
 from keepstep.checkpoint.trust.keys import ENV_HOME
 from keepstep.checkpoint.trust.rollback import Mark
 from keepstep.records.codec import to_pretty_json
@@ -146,10 +146,7 @@ class FileMarks(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def _write(self, places: _Places) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise storage_error("create", self.folder, error) from error
+        make_folders(self.folder, 0o700)
         replace_file(self.folder / f"{places.root}.json", to_pretty_json(places))
 
 

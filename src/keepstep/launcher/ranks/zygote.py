@@ -50,6 +50,7 @@ DEFAULT_PRELOAD = (
     "torch.multiprocessing",
     "multiprocessing.resource_tracker",
     "keepstep.trainer",
+    "keepstep.checkpoint.torch.read",
     "keepstep.checkpoint.torch.state",
     "cryptography.hazmat.primitives.asymmetric.ec",
     "cryptography.hazmat.primitives.serialization",
