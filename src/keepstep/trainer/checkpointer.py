@@ -11,11 +11,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from keepstep.checkpoint.format.index import check_state_name
 from keepstep.checkpoint.format.layout import FolderName, check_run_id
 from keepstep.checkpoint.restore.guard import Guard
 from keepstep.checkpoint.restore.vote import Life, Restore, restore
@@ -41,9 +40,11 @@ from keepstep.checkpoint.trust.signers import Signer
 from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
+from keepstep.trainer.arguments import check_cadence, check_choice, memory_wanted, per_rank_names, steps_of
 from keepstep.trainer.cadence import open_cadence
-from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
+from keepstep.trainer.channel import Channel, ScopedChannel, scoped
 from keepstep.trainer.keeper import Keeper
+from keepstep.trainer.runlike import DecisionLike, RunLike
 from keepstep.trainer.staging import Stager, Staging
 from keepstep.trainer.tiers import UploadLane, busy_policy, write_delay
 
@@ -53,84 +54,6 @@ MEMORY_SHARE = 0.005
 """Without a cadence of its own the memory tier may block training for this share of the time."""
 WARM_UP_TIMEOUT_S = 60.0
 PRUNE_TIMEOUT_S = 30.0
-
-
-class DecisionLike(Protocol):
-    """What all ranks do at exactly one step."""
-
-    @property
-    def step(self) -> int:
-        """The step it is for."""
-
-    @property
-    def save(self) -> bool:
-        """Save now."""
-
-    @property
-    def stop(self) -> bool:
-        """The job is asked to stop after this step; `save` then says whether it saves first."""
-
-    @property
-    def why(self) -> str:
-        """Why the last save is left out."""
-
-    @property
-    def keep(self) -> bool:
-        """Keep an image in memory now."""
-
-
-class RunLike(Protocol):
-    """What the Checkpointer needs of the run object."""
-
-    run_id: str
-    attempt: int
-    cycle: int
-    rank: int
-    world_size: int
-    propose_save: Callable[[int], bool] | None
-    propose_keep: Callable[[int], bool] | None
-    checkpointers: list[Any]
-
-    @property
-    def channel(self) -> Channel:
-        """The side channel all ranks share."""
-
-    def decision_at(self, step: int) -> DecisionLike | None:
-        """The shared decision for exactly `step`, None when it is no decision step."""
-
-    def agree(self, key: str, value: Any) -> Any:
-        """What the first rank that asked said under `key`: the same on every rank."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Mark the progress page while in `name`."""
-
-    def note_restored(self, step: int) -> None:
-        """Training goes on from `step`."""
-
-    def notice_left_s(self) -> float | None:
-        """Seconds left of the notice once a stop was asked for."""
-
-    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A section on the progress page, with a hang limit of its own."""
-
-    def check_lease(self) -> None:
-        """Raise StorageError when nothing may be committed from this node."""
-
-
-def _check_cadence(every_steps: int | None, every_seconds: float | None, memory_every_steps: int | None) -> None:
-    if every_steps is not None and every_seconds is not None:
-        raise ConfigError("Checkpointer: give every_steps or every_seconds, not both")
-    for name, value in (("every_steps", every_steps), ("memory_every_steps", memory_every_steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"Checkpointer: {name}={value} is not a positive number of steps")
-    if every_seconds is not None and not every_seconds > 0:
-        raise ConfigError(f"Checkpointer: every_seconds={every_seconds} is not a positive time")
-
-
-def _steps_of(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{frames.ENV_CKPT_EVERY_STEPS}={text!r} is not a number of steps")
-    return int(text)
 
 
 class Checkpointer:
@@ -193,17 +116,11 @@ class Checkpointer:
         `upload_close_s` for them. `stagger_s`: ranks begin to write spread over so long. Raises ConfigError for a bad argument.
         """
         if text := os.environ.get(frames.ENV_CKPT_EVERY_STEPS):
-            every_steps, every_seconds = _steps_of(text), None
-        _check_cadence(every_steps, every_seconds, memory_every_steps)
-        _check_choice("rng_on_reshard", rng_on_reshard, ("refuse", "reseed"))
-        _check_choice("writer", writer, ("process", "thread"))
-        for name in state:
-            check_state_name(name)
-        wanted = frozenset(per_rank) if per_rank is not None else frozenset({"loader"} & set(state))
-        if wanted - set(state):
-            raise ConfigError(
-                f"Checkpointer: per_rank names {sorted(wanted - set(state))} are not in state {sorted(state)}"
-            )
+            every_steps, every_seconds = steps_of(text), None
+        check_cadence(every_steps, every_seconds, memory_every_steps)
+        check_choice("rng_on_reshard", rng_on_reshard, ("refuse", "reseed"))
+        check_choice("writer", writer, ("process", "thread"))
+        self._per_rank = per_rank_names(per_rank, state)
         if run is None:
             from keepstep.trainer.run import current
 
@@ -218,7 +135,6 @@ class Checkpointer:
         self._every_seconds = every_seconds
         self._cadence = open_cadence(max_s=max_interval_s, min_s=min(MIN_INTERVAL_S, max_interval_s))
         self._memory_every_steps = memory_every_steps
-        self._per_rank = wanted
         self._on_busy = busy_policy(on_busy)
         self._rng_on_reshard = rng_on_reshard
         given = trust or TrustOptions(unsigned=unsigned)
@@ -237,17 +153,8 @@ class Checkpointer:
         self.skipped = 0
         """Saves that were left out because one was in flight."""
         check_run_id(run.run_id)
-        number = len(run.checkpointers)
-        run.checkpointers.append(self)
-        self._propose_before, self._keep_before = run.propose_save, run.propose_keep
-        run.propose_save, run.propose_keep = self._propose, self._propose_keep
-        self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
-        self._memory = _memory_wanted(memory, run.channel)
-        slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
-        self._stager = Stager(slots, wanted, run.rank, run.world_size)
-        self._staging = Staging(
-            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
-        )
+        self._memory = memory_wanted(memory, run.channel)
+        self._join(run, staging_bytes)
         self._writer: ImageWriter = WriterClient() if writer == "process" else ThreadWriter()
         self._uploads: UploadLane | None = None
         if upload_root is not None:
@@ -281,6 +188,19 @@ class Checkpointer:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _join(self, run: RunLike, staging_bytes: int | None) -> None:
+        """Take a place among the Checkpointers of this process: keys, buffers and proposals of its own."""
+        number = len(run.checkpointers)
+        run.checkpointers.append(self)
+        self._propose_before, self._keep_before = run.propose_save, run.propose_keep
+        run.propose_save, run.propose_keep = self._propose, self._propose_keep
+        self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
+        slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
+        self._stager = Stager(slots, self._per_rank, run.rank, run.world_size)
+        self._staging = Staging(
+            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
+        )
 
     @property
     def root(self) -> str:
@@ -579,15 +499,3 @@ class Checkpointer:
     def newest_committed_path(self) -> Path | None:
         """Folder of the newest checkpoint this object committed or restored; None before the first, or on an object store."""
         return None if self._saver.newest is None else folder_path(self._root, self._saver.newest)
-
-
-def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ConfigError(f"Checkpointer: {name}={value!r} is not one of {', '.join(valid)}")
-
-
-def _memory_wanted(asked: bool | None, channel: Channel) -> bool:
-    """Whether images are kept in memory: where a launcher keeps them, unless that is not wanted."""
-    if asked is not None:
-        return asked
-    return isinstance(channel, AgentChannel) and os.environ.get(frames.ENV_MEMORY_TIER) != "off"
