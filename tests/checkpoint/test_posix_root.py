@@ -294,7 +294,7 @@ class Bytes:
         self.closed = True
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(size=st.integers(0, 3000), chunk=st.integers(1, 900), depth=st.integers(1, 5), inline=st.sampled_from([0, 1000]))
 def test_reading_ahead_gives_the_bytes_in_order(size: int, chunk: int, depth: int, inline: int) -> None:
     data = bytes(index * 7 % 251 for index in range(size))

@@ -124,7 +124,8 @@ class Guard:
         ruling = judge(entry, found, mark, self._permits, rejected)
         if ruling.action == "refuse":
             command = how_to_allow(self._root.where, position_of(entry.manifest, entry.name.text), mark)
-            return msgspec.structs.replace(ruling, reason=f"{ruling.reason}. To go back on purpose: {command}")
+            stop = "" if ruling.reason.endswith("?") else "."
+            return msgspec.structs.replace(ruling, reason=f"{ruling.reason}{stop} To go back on purpose: {command}")
         return ruling
 
     def refused(self, checkpoint: str) -> None:
