@@ -273,11 +273,15 @@ def test_a_planted_quarantine_record_does_not_send_a_job_back() -> None:
     assert job.restore() == stored[-1].name
 
 
-def test_a_lost_marker_is_a_deletion() -> None:
+def test_a_lost_marker_is_damage_and_a_tombstone_is_a_deletion() -> None:
     job, stored = history()
-    stored[-1].listed = msgspec.structs.replace(stored[-1].listed, committed=False, manifest=None)
+    stored[-1].listed = msgspec.structs.replace(stored[-1].listed, tombstoned=True)
     assert job.restore() is None
-    assert "has lost its marker" in job.refused
+    assert "has a tombstone" in job.refused
+    stored[-1].listed = msgspec.structs.replace(
+        stored[-1].listed, tombstoned=False, committed=False, manifest=None, marker_sha256=None
+    )
+    assert job.restore() == stored[-2].name
 
 
 @pytest.mark.parametrize("distrust", ["key", "unsigned"])
@@ -331,7 +335,7 @@ def test_copies_in_several_places() -> None:
         ([unfinished, damaged], "restore"),
         ([damaged, damaged], "restore"),
         ([damaged, planted], "refuse"),
-        ([unfinished], "refuse"),
+        ([unfinished], "restore"),
         ([buried], "refuse"),
     ):
         assert judge(older, [*copies, older], job.mark, [], set()).action == action, copies

@@ -41,7 +41,8 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
     states = [
         marked_state(
             mark,
-            committed=_lasts(copy),
+            committed=copy.committed,
+            tombstoned=copy.tombstoned,
             digest=copy.marker_sha256,
             verified=copy.manifest is not None,
             quarantined=copy.quarantined,
@@ -52,11 +53,6 @@ def _state(found: Sequence[Listed], mark: Mark, rejected: Collection[str]) -> Ma
         for copy in copies
     ]
     return next((state for state in states if state != "damaged"), "damaged") if states else "absent"
-
-
-def _lasts(entry: Listed) -> bool:
-    """Committed, and its deletion was not begun."""
-    return entry.committed and not entry.tombstoned
 
 
 def leaves_behind(chosen: Listed, found: Sequence[Listed], mark: Mark | None) -> bool:

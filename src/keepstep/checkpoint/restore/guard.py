@@ -75,6 +75,8 @@ class Guard:
         """Reads mark and permits. Raises StorageError or ChannelError."""
         self._root = root
         self._stores: list[MarkStore] = []
+        self._in_journal = False
+        """Whether this very job remembers a mark, and not just this installation."""
         scope = scope or WHOLE_ROOT
         try:
             root_id(root)
@@ -99,6 +101,7 @@ class Guard:
                 continue
             if mark is not None:
                 found.append(mark)
+                self._in_journal = self._in_journal or isinstance(store, JournalMarks)
         if len(found) == 2 and is_newer(found[1].at, found[0].at):
             return found[1]
         return found[0] if found else None
@@ -146,10 +149,23 @@ class Guard:
         )
 
     def check_start(self, run_id: str, override: str) -> None:
-        """Raises RefuseToStartError when `run_id` may not begin at step 0 here."""
+        """Raises RefuseToStartError when this very job has committed here before, and now there is nothing to restore.
+
+        What only this installation remembers is said: somebody may have emptied the root to begin anew under the old name.
+        """
         why = None if run_id == UNNAMED_RUN else check_start_at_zero(self.mark, run_id)
-        if why is not None:
+        if why is None:
+            return
+        if self._in_journal:
             raise RefuseToStartError(f"{self._root.where}: {why} {override}")
+        print(f"keepstep: WARNING: {self._root.where}: {why} Starting at step 0", file=sys.stderr, flush=True)
+
+    def lost_marker(self, found: Sequence[Listed]) -> Listed | None:
+        """The checkpoint at the mark when its folder is there without a marker, in every copy, and nobody has said so yet."""
+        copies = [item for item in found if self.mark is not None and item.name.text == self.mark.at.checkpoint]
+        if not copies or any(copy.committed or copy.quarantined or copy.tombstoned for copy in copies):
+            return None
+        return copies[0]
 
     # ---- saving
 

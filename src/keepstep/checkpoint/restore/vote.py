@@ -222,8 +222,11 @@ def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], s
     assert task.guard is not None
     rejected: list[_Rejected] = []
     lasting = [item.entry for item in found if task.places[item.place] is not task.memory]
+    bare = task.guard.lost_marker(lasting)
     for item in found:
         entry = item.entry
+        if entry is bare:
+            _reject(task, rejected, item, f"{entry.name.text}: was committed, and its manifest is gone", 0)
         if not entry.candidate:
             continue
         if entry.manifest is None:

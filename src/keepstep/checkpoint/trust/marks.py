@@ -103,13 +103,21 @@ class FileMarks(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
 
     def get(self) -> Mark | None:
-        """See MarkStore. The mark of this place; else that of a root with this id that was elsewhere before."""
+        """See MarkStore. The mark of this place; else that of a root with this id that was elsewhere before.
+
+        A root that still lies elsewhere was copied, and not moved: what happens there is no business of this place.
+        """
         files = self._read_all()
         for places in files.values():
             if self.where in places.places:
                 return places.places[self.where].get(self.scope)
         own = files.get(self.root)
-        elsewhere = [scopes[self.scope] for scopes in own.places.values() if self.scope in scopes] if own else []
+        places_before = own.places if own else {}
+        elsewhere = [
+            scopes[self.scope]
+            for where, scopes in places_before.items()
+            if self.scope in scopes and ("://" in where or not Path(where).exists())
+        ]
         return max(elsewhere, key=lambda mark: mark.at.created_ns, default=None)
 
     def put(self, mark: Mark) -> None:

@@ -66,16 +66,14 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     used: tuple[str, ...] = ()
 
 
-MarkedState = Literal[
-    "absent", "uncommitted", "replaced", "distrusted", "quarantined", "damaged", "abandoned", "intact"
-]
+MarkedState = Literal["absent", "tombstoned", "replaced", "distrusted", "quarantined", "damaged", "abandoned", "intact"]
 """What became of the checkpoint at the mark. `quarantined`: by a record that the mark knows nothing of; `replaced`: another
 valid marker is in its folder; `distrusted`: its marker is the one that was committed, but nobody who is trusted now signed it;
 `abandoned`: a later life went back before it. `damaged` covers what this restore or the mark knows to be damaged."""
 
 _WHY: dict[MarkedState, str] = {
     "absent": "has disappeared: was it deleted, or is this an older copy of the checkpoint root?",
-    "uncommitted": "has lost its marker: was it deleted?",
+    "tombstoned": "has a tombstone: its deletion was begun",
     "replaced": "has another marker than the one that was committed",
     "distrusted": "is signed by nobody who is trusted here; was its key forgotten in --trust-key?",
     "quarantined": "is quarantined by a record that this job did not write; if the record is wrong, delete it",
@@ -137,6 +135,7 @@ def marked_state(
     committed: bool,
     digest: str | None,
     verified: bool,
+    tombstoned: bool = False,
     quarantined: bool = False,
     rejected: bool = False,
     distrusted: bool = False,
@@ -147,9 +146,10 @@ def marked_state(
     `digest` is that of its marker, None when that cannot be read; `verified`, `distrusted`: the marker does, or only for the
     policy does not, verify. `rejected`: this restore found the checkpoint damaged.
     """
-    if not committed:
-        return "uncommitted"
-    if rejected or (quarantined and mark.at.checkpoint in mark.refused):
+    if tombstoned:
+        return "tombstoned"
+    # A marker that is gone is damage: whoever can take it away could as well have changed it.
+    if not committed or rejected or (quarantined and mark.at.checkpoint in mark.refused):
         return "damaged"
     if digest != mark.at.digest:
         # Another marker that verifies is somebody's doing; one that does not is a forgery, or simply broken.
