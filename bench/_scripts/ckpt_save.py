@@ -62,9 +62,9 @@ class Bench:
         in_background = StagingOptions(False, False, True, False)
         shared = StagingOptions(False, True, False, False)
         self.stagers = {
-            "async THREAD": DefaultStager(options),
-            "async THREAD, async staging": DefaultStager(in_background),
-            "async PROCESS": DefaultStager(shared),
+            "async_save THREAD": DefaultStager(options),
+            "async_save THREAD, async staging": DefaultStager(in_background),
+            "async_save PROCESS": DefaultStager(shared),
         }
         self.checkpointer = ks.Checkpointer(
             folder / "keepstep", {"model": self.model, "optim": self.optimizer}, every_steps=1_000_000
@@ -143,9 +143,7 @@ class Bench:
         block = timed(save)
         begin = time.perf_counter()
         done[0].result()
-        self.times.note(
-            f"dcp.{variant.replace('async ', 'async_save ')}", block=block, total=block + time.perf_counter() - begin
-        )
+        self.times.note(f"dcp.{variant}", block=block, total=block + time.perf_counter() - begin)
 
     # ---- keepstep
 

@@ -103,6 +103,8 @@ class Tracer:
             self._unnamed[path] = "folder"
         elif name == "open" and new:
             self._unnamed[path] = "file"
+        elif name == "link":
+            self._unnamed[os.fspath(args[1])] = "file"
         elif name in ("rename", "replace"):
             if path in self._unsynced:
                 self._unsynced.add(os.fspath(args[1]))

@@ -131,6 +131,7 @@ def test_plain_python_resumes_what_it_saved(root: Path, tmp_path: Path) -> None:
     assert all(report_of(folder).ok for folder in root.glob("*-step-*"))
 
 
+@pytest.mark.slow
 def test_torchrun_resumes_what_another_run_saved(root: Path, tmp_path: Path) -> None:
     """Two ranks under torchrun, on its store, before there is any process group."""
     channel = MemoryChannel()

@@ -324,6 +324,7 @@ if other:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks(root: Path) -> None:
     """Shards of two processes, loaded in another layout; a save that one rank cannot write fails on both, uncommitted."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

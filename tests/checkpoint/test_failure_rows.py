@@ -214,6 +214,7 @@ def resident_bytes() -> int:
     return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [False, True])
 def test_row_11_memory_stays_flat_over_many_saves(root: Path, memory: bool) -> None:
     image_bytes = 4 << 20
@@ -234,6 +235,7 @@ def test_row_11_memory_stays_flat_over_many_saves(root: Path, memory: bool) -> N
     ckpt.close()
 
 
+@pytest.mark.slow
 def test_row_14_five_thousand_tensors_with_few_descriptors(root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     tensors = {f"t{number}": torch.full((3,), float(number)) for number in range(5000)}

@@ -122,6 +122,7 @@ def test_a_tombstone_without_its_folder_is_cleared_away(root: Path) -> None:
     assert PosixRoot(root).record_names(TOMBSTONES) == frozenset()
 
 
+@pytest.mark.slow
 def test_killed_before_every_call_nothing_half_deleted_is_a_candidate(root: Path, tmp_path: Path) -> None:
     save_steps(root, [100, 200, 300], world_size=2)
     program = Path(__file__).with_name("prune_kill_loop.py")
@@ -339,6 +340,7 @@ def _killed_while_saving(root: Path) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_row_16_killed_between_dispatch_and_commit_the_old_one_survives(root: Path) -> None:
     _killed_while_saving(root)
     assert steps(root) == [100, 200]

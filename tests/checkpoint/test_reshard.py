@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -70,7 +71,8 @@ def opened(data: bytes, name: str) -> tuple[VerifiedFile, Bytes]:
 
 
 def read_boxes(plan: Plan, files: list[VerifiedFile], wanted: dict[str, Box]) -> Tensors:
-    landing, takes = land(plan, wanted, lambda rank: files[rank].header(), lambda rank: files[rank].name)
+    header = functools.cache(lambda rank: files[rank].header())
+    landing, takes = land(plan, wanted, header, lambda rank: files[rank].name)
     read_all([(files[rank], of_rank) for rank, of_rank in takes.items()], threads=2)
     for item in landing.strided:
         copy_strided(item)

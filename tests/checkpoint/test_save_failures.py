@@ -312,6 +312,7 @@ def restore_like(root: Path) -> int:
     return ckpt.restore()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_kill_at_any_moment_never_leaves_a_committed_folder_that_is_not_whole(root: Path) -> None:
     seed = random.randrange(1 << 30)

@@ -37,6 +37,7 @@ from keepstep.checkpoint.storage.writer import FileFact, write_file
 from keepstep.checkpoint.trust.keys import trusted_public_key
 from keepstep.records.errors import ConfigError, VerificationError
 from keepstep.trainer.checkpointer import Checkpointer
+from keepstep.trainer.tiers import CLOSE_MARGIN_S
 
 
 def url(s3: S3) -> str:
@@ -290,10 +291,23 @@ def test_a_process_that_is_killed_in_the_upload_leaves_no_marker(root: Path, s3:
     assert "commits/" not in " ".join(s3.keys())
 
 
-def test_close_waits_no_longer_than_it_may(root: Path, s3: S3, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by", ["argument", "notice"])
+def test_close_waits_no_longer_than_it_may(
+    root: Path, s3: S3, by: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own limit, or what is left of a scheduler's notice but for a margin."""
     s3.policy = lambda method, key, number: "stall" if "claims" in key and method == "PUT" else None
-    train(root, s3, [1], upload_close_s=0.1)
+    if by == "notice":
+        monkeypatch.setattr(FakeRun, "notice_left_s", lambda _run: CLOSE_MARGIN_S + 0.1)
+    train(root, s3, [1], upload_close_s=0.1 if by == "argument" else 60.0)
     assert "was not complete after 0.1 s and is given up" in capfd.readouterr().err
+
+
+def test_a_run_with_another_root_uploads_nothing(root: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`keepstep doctor resume` trains copies of a job for a comparison: they are nothing for the store."""
+    monkeypatch.setenv("KEEPSTEP_CKPT_ROOT", str(root / "compared"))
+    train(root, s3, [1])
+    assert len(on_disk(root / "compared")) == 1 and s3.requests == []
 
 
 def test_bad_settings(root: Path, s3: S3, tmp_path: Path) -> None:

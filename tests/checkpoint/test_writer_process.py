@@ -371,6 +371,7 @@ def anonymous_bytes(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon:"))
 
 
+@pytest.mark.slow
 def test_fifty_saves_leave_nothing_behind(client: WriterClient, image: Image, tmp_path: Path) -> None:
     def one(number: int) -> None:
         path = tmp_path / str(number)
@@ -388,7 +389,8 @@ def test_fifty_saves_leave_nothing_behind(client: WriterClient, image: Image, tm
     before, memory = held(), anonymous_bytes(pid_of(client))
     for number in range(50):
         one(number)
-    assert held() == before
+    # Fewer is what earlier tests left behind and other threads let go meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
     assert anonymous_bytes(pid_of(client)) < memory + 2 * MIB
     maps = Path(f"/proc/{client.pid}/maps").read_text()
     assert "memfd:image" not in maps, "no image stays mapped"
@@ -404,7 +406,7 @@ def test_replacing_it_leaves_no_descriptor_and_no_zombie(client: WriterClient, i
         client.ready(20)
         assert not Path(f"/proc/{pid}").exists()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer: what earlier tests left behind
 
 
 def test_close_ends_a_request_in_flight(client: WriterClient, image: Image, tmp_path: Path) -> None:

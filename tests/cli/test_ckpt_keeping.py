@@ -23,7 +23,7 @@ from keepstep.checkpoint.trust.keys import public_key_path
 from keepstep.cli.main import main
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
-from tests.checkpoint.support import flip_bit, save_steps
+from tests.checkpoint.support import flip_bit, forget_marks, save_steps
 
 
 def keepstep(*args: object) -> Result:
@@ -61,6 +61,7 @@ def test_ls_says_the_state_of_each_and_marks_what_a_restore_would_take(root: Pat
         checkpoint=folder(root, 330), step=330, reason="", file=None, by_rank=0, time=rfc3339(1)
     )
     write_quarantine(place, quarantine)
+    forget_marks()
     save_steps(root, [311], world_size=2, cycle=2)  # from 320: nothing before it is abandoned
     pins.write_pin(place, pins.PinRecord(checkpoint=folder(root, 100), step=100, reason="paper", by="", time=""))
     reached = [{"tier": "shm", "time": "2026-01-01T00:00:00Z"}]
@@ -95,6 +96,7 @@ def test_ls_knows_abandoned_and_untrusted_ones(root: Path, shell: Path) -> None:
         PosixRoot(root),
         QuarantineRecord(checkpoint=folder(root, 300), step=300, reason="", file=None, by_rank=0, time=rfc3339(1)),
     )
+    forget_marks()
     save_steps(root, [210], world_size=2, cycle=1)
     PosixRoot(root).delete_record("quarantine", folder(root, 300))
     assert [r["state"] for r in records("ls", root)] == ["abandoned", "committed", "committed", "committed"]

@@ -7,7 +7,8 @@ SCRIPT = """
 import hashlib, os, pathlib, signal, time
 import torch.distributed as dist
 import keepstep.trainer as ks
-from keepstep.checkpoint.format.fingerprint import BLOCK_BYTES, fingerprint
+from keepstep.checkpoint.format.blocks import BLOCK_BYTES
+from keepstep.checkpoint.format.fingerprint import fingerprint
 from keepstep.records.errors import ChannelError
 from keepstep.trainer.channel import open_channel
 

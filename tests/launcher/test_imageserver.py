@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.checkpoint.format.fingerprint import BLOCK_BYTES, check_text, fingerprint
+from keepstep.checkpoint.format.blocks import BLOCK_BYTES
+from keepstep.checkpoint.format.fingerprint import check_text, fingerprint
 from keepstep.launcher.node import imageserver, imagewire
 from keepstep.launcher.node.images import Image, NodeImages
 from keepstep.launcher.node.imageserver import ImageServer

@@ -188,6 +188,7 @@ def test_after_a_rank_asked_for_the_end_nothing_more_is_committed(tmp_path: Path
         """    step += 1
     if step == 13:
         run.announce_rollback(12, "a step is replayed")
+        ckpt.wait()
     if step == 15:
         if run.rank == 1:
             run.request_stop("converged")

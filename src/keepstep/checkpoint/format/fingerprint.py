@@ -13,10 +13,10 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from keepstep.checkpoint.format.blocks import hash_block
 from keepstep.records.errors import ConfigError, VerificationError
 
-BLOCK_BYTES = 16 << 20
-"""Every block but the last has this many bytes."""
+_OF_ALGORITHM = {"xxh3-128": "xxh3_128-16m", "sha256": "sha256-16m"}
 _HEX_DIGITS = {"xxh3_128-16m": 32, "sha256-16m": 64, "sha256": 64}
 
 
@@ -43,6 +43,11 @@ def fingerprint(blocks: Iterable[Any], method: str = "xxh3_128-16m") -> str:
     digest = _xxh3() if method == "xxh3_128-16m" else _sha256
     digests = b"".join(map(digest, blocks))
     return f"{method}:{digest(digests).hex()}"
+
+
+def of_blocks(algorithm: str, digests: bytes) -> str:
+    """Fingerprint of an image from the digests of its blocks by `algorithm` (format.blocks), one after the other."""
+    return f"{_OF_ALGORITHM[algorithm]}:{hash_block(memoryview(digests), algorithm)[0].hex()}"
 
 
 def same_method(text: str) -> str:

@@ -25,6 +25,7 @@ PRINTS_SUFFIX = ".prints"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 MAX_MANIFEST_BYTES = 64 << 20
 
+_UPLOADED = ".object"
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _FOLDER = re.compile(
     r"(?P<run>[A-Za-z0-9_][A-Za-z0-9._-]{0,127})-step-(?P<step>[0-9]{8,18})-c(?P<cycle>[0-9]{4,9})"
@@ -74,7 +75,12 @@ def parse_folder_name(name: str) -> FolderName | None:
 
 def upload_note_name(folder: str) -> str:
     """Name of the tier note that says when a checkpoint on disk was complete in the object store as well."""
-    return f"{folder}.object"
+    return folder + _UPLOADED
+
+
+def noted_checkpoint(note: str) -> str:
+    """The checkpoint folder that the tier note named `note` is about."""
+    return note.removesuffix(_UPLOADED)
 
 
 def rank_file_name(rank: int, world_size: int) -> str:

@@ -19,8 +19,8 @@ import msgspec
 from keepstep.checkpoint.format.layout import (
     QUARANTINE_FOLDER,
     TOMBSTONE_FOLDER,
+    noted_checkpoint,
     parse_folder_name,
-    upload_note_name,
 )
 from keepstep.checkpoint.keeping import pins
 from keepstep.checkpoint.keeping.retention import Suspicion
@@ -183,10 +183,11 @@ def time_ns(text: str) -> int:
 
 
 def _by_checkpoint(notes: dict[str, TierNote | None]) -> dict[str, list[Reached]]:
+    """The notes of each checkpoint together. Their names count, as for all side records, not what they say they are about."""
     result: dict[str, list[Reached]] = {}
     for name, note in notes.items():
-        if note is not None and name in (note.checkpoint, upload_note_name(note.checkpoint)):
-            result.setdefault(note.checkpoint, []).extend(note.reached)
+        if note is not None:
+            result.setdefault(noted_checkpoint(name), []).extend(note.reached)
     return {checkpoint: sorted(reached, key=lambda one: one.time) for checkpoint, reached in result.items()}
 
 

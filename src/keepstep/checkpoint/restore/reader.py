@@ -8,6 +8,7 @@ the SHA-256 of the whole.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import mmap
 import threading
@@ -259,6 +260,7 @@ def land(
     so that the same layout is read in long runs straight from the disk. `spans_of` gives the verified header of a rank's file,
     `room_for(n)` n bytes of memory. Raises VerificationError when a header is not what the index says, or bytes are missing.
     """
+    spans_of = functools.cache(spans_of)
     needs = {name: list(plan.needs(name, box)) for name, box in wanted.items()}
     places = {name: _place(needs[name], spans_of) for name in wanted}
     sizes = {name: box.elements * ITEM_BYTES[plan.tensors[name].dtype] for name, box in wanted.items()}

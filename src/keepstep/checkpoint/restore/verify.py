@@ -18,6 +18,7 @@ import msgspec
 from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, parse_folder_name
 from keepstep.checkpoint.format.shard import parse_header
 from keepstep.checkpoint.restore.damage import find_damage
+from keepstep.checkpoint.storage.posix import PosixFile
 from keepstep.checkpoint.storage.readahead import read_ahead, room
 from keepstep.checkpoint.storage.source import Opened, Source
 from keepstep.checkpoint.storage.writer import FileFact
@@ -185,6 +186,8 @@ def check_file(
     opened = source.open(folder, file.name)
     try:
         _check_size(file, opened)
+        if isinstance(opened, PosixFile):
+            opened.bypass_cache()  # read once, and the cache is the training's
         digest, head = hashlib.sha256(), b""
         with closing(read_ahead(opened, chunk_bytes=CHUNK_BYTES, depth=_AHEAD[source.tier])) as chunks:
             for chunk in chunks:

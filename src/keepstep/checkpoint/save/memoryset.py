@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 
 from keepstep.checkpoint.exchange import Exchange
-from keepstep.checkpoint.format.blocks import fingerprint_blocks, hash_block
+from keepstep.checkpoint.format.blocks import fingerprint_blocks
+from keepstep.checkpoint.format.fingerprint import of_blocks
 from keepstep.checkpoint.format.layout import PRINTS_SUFFIX
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.records.errors import ChannelError
-
-_METHODS = {"xxh3-128": "xxh3_128-16m", "sha256": "sha256-16m"}
 
 
 class ImageFact(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +55,7 @@ class MemorySet:
         self, checkpoint: str, file: str, size_bytes: int, algorithm: str, prints: bytes, facts: dict[str, Any]
     ) -> None:
         """Keep the image in the slot and its fingerprints. Raises ChannelError."""
-        mark = {**facts, "fingerprint": fingerprint_text(algorithm, prints)}
+        mark = {**facts, "fingerprint": of_blocks(algorithm, prints)}
         self.keep_bytes("prints", checkpoint, file + PRINTS_SUFFIX, prints, facts)
         self._channel.keep(self._slot, checkpoint, file, size_bytes, mark)
 
@@ -76,10 +75,5 @@ class MemorySet:
         finally:
             os.close(fd)
         algorithm, prints = fingerprint_blocks(memoryview(data))
-        mark = {**facts, "fingerprint": fingerprint_text(algorithm, prints)}
+        mark = {**facts, "fingerprint": of_blocks(algorithm, prints)}
         self._channel.keep(name, checkpoint, file, len(data), mark)
-
-
-def fingerprint_text(algorithm: str, prints: bytes) -> str:
-    """Fingerprints as the facts of a kept file name them: the method, and one hash over all of them."""
-    return f"{_METHODS[algorithm]}:{hash_block(memoryview(prints), algorithm)[0].hex()}"

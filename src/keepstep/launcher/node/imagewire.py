@@ -22,7 +22,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from keepstep.checkpoint.format.fingerprint import BLOCK_BYTES, check_text, fingerprint, same_method
+from keepstep.checkpoint.format.blocks import BLOCK_BYTES
+from keepstep.checkpoint.format.fingerprint import check_text, fingerprint, same_method
 from keepstep.launcher.node.images import Image
 from keepstep.launcher.output import logwire as w
 from keepstep.launcher.trust import PinError, check_pin, client_context, prove
