@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.launcher.tiers_script import (
 Reference = Callable[[str], str]
 
 
-def start(folder: Path, *flags: str, **env: str) -> Launch:
+def start(folder: Path, *flags: str, **env: Any) -> Launch:
     """Two ranks; images in memory every 3 steps, saves every 10, 20 steps in all, unless `env` says otherwise."""
     folder.mkdir(exist_ok=True)
     shape = ("--standalone", "--nproc-per-node", "2", *flags)

@@ -127,8 +127,9 @@ def digests(launch: Launch, cycle: int) -> dict[int, str]:
 
 def last_line(*launches: Launch) -> str:
     """The line with which all ranks of a run ended alike."""
-    (line,) = {line for launch in launches for line in re.findall(r"\bend \d+ \w{16}$", launch.output, re.M)}
-    return line
+    lines: set[str] = {line for launch in launches for line in re.findall(r"\bend \d+ \w{16}$", launch.output, re.M)}
+    assert len(lines) == 1, lines
+    return lines.pop()
 
 
 def restored(launch: Launch, cycle: int, world: int = 2) -> set[tuple[int, int]]:

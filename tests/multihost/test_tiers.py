@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def start(net: Net, *flags: str, own_roots: bool = False, **env: Any) -> dict[str, Launch]:
     """A launcher on each host. `own_roots`: each has a checkpoint root of its own, which no other sees."""
     (net.folder / "script.py").write_text(SCRIPT)
-    roots = {h.name: {"ROOT": str(h.own / "ckpt")} if own_roots else {} for h in net.hosts}
+    roots: dict[str, dict[str, Any]] = {h.name: {"ROOT": str(h.own / "ckpt")} if own_roots else {} for h in net.hosts}
     return {h.name: h.launch(*flags, **roots[h.name], **env) for h in net.hosts}
 
 
