@@ -50,7 +50,7 @@ def test_a_run_is_read_while_it_trains_and_goes_on_undisturbed(tmp_path: Path) -
         assert [r["exit"] is not None for r in read("get", "ranks", run_dir, "--cycle", "0")] == [True, True]
         first, second = read("history", run_dir)
         assert (first["rank"], first["ended_at"] is not None, second["ended_at"]) == (1, True, None)
-        assert (second["restored_step"], second["restored_from"]) == (20, "disk")
+        assert (second["restored_step"], second["restored_from"]) == (20, "shm")
         assert {"committed", "rolled_back"} >= {c["state"] for c in read("get", "checkpoints", run_dir)}
         top = read("top", run_dir)
         assert top["steps_per_s"] is None or top["steps_per_s"] > 0

@@ -34,7 +34,7 @@ def test_killed_rank_restarts_from_the_newest_checkpoint_and_ends_bitwise_equal(
     first, second = launch.cycles
     assert first.end_reason == "exit" and first.counted
     assert first.fault is not None and first.fault["rank"] == 1 and "SIGKILL" in first.fault["detail"]
-    assert (second.restored_step, second.restored_from) == (10, "disk")
+    assert (second.restored_step, second.restored_from) == (10, "shm")
     assert second.master_port != first.master_port
     assert launch.verdict["outcome"] == "succeeded"
     assert launch.summary["steps"] == {"final": 30, "completed": 35, "committed": 30, "rolled_back": 5}
