@@ -57,6 +57,10 @@ class HighWater(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class NoRoomError(ChannelError):
+    """Raised when the host has no memory for a buffer."""
+
+
 class NoStoreError(ChannelError):
     """Raised when there is no launcher whose journal keeps a high-water mark."""
 
@@ -86,7 +90,7 @@ class Exchange(Protocol):
         """A descriptor of shared memory of at least `size_bytes`, for the caller to close.
 
         With a launcher the same rank, name and size give the same memory in every cycle, with what it holds; without one each call
-        gives fresh memory, and the name means the newest.
+        gives fresh memory, and the name means the newest. Raises NoRoomError when there is no memory for it.
         """
 
     def keep(self, buffer: str, checkpoint: str, file: str, size_bytes: int, facts: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from keepstep.checkpoint.exchange import Exchange, Fetched, HighWater, KeptFile, KeptSet, NoStoreError
+from keepstep.checkpoint.exchange import Exchange, Fetched, HighWater, KeptFile, KeptSet, NoRoomError, NoStoreError
 from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError
 from keepstep.trainer.ownmemory import MemoryCalls, OwnMemory
@@ -387,7 +387,8 @@ class AgentChannel:
         if not reply.get("ok") or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise ChannelError(f"side channel: {op} was refused: {reply.get('error') or reply}")
+            kind = NoRoomError if reply.get("no_room") else ChannelError
+            raise kind(f"side channel: {op} was refused: {reply.get('error') or reply}")
         return reply, fds[0]
 
     def inject(self, spec: str) -> None:

@@ -42,7 +42,7 @@ from keepstep.records import frames
 from keepstep.records.errors import ChannelError, ConfigError, StorageError
 from keepstep.trainer.arguments import check_cadence, check_choice, memory_wanted, per_rank_names, steps_of
 from keepstep.trainer.cadence import open_cadence
-from keepstep.trainer.channel import Channel, ScopedChannel, scoped
+from keepstep.trainer.channel import AgentChannel, Channel, ScopedChannel, scoped
 from keepstep.trainer.keeper import Keeper
 from keepstep.trainer.runlike import DecisionLike, RunLike
 from keepstep.trainer.staging import Stager, Staging
@@ -198,9 +198,8 @@ class Checkpointer:
         self._channel: Channel | ScopedChannel = scoped(run.channel, f"ckpt-{number}") if number else run.channel
         slots = Slots(f"ckpt-{number}", self._channel.buffer, 2 if self._memory else 1)
         self._stager = Stager(slots, self._per_rank, run.rank, run.world_size)
-        self._staging = Staging(
-            self._channel, f"ckpt-{number}", self._stager, memory=self._memory, limit_bytes=staging_bytes
-        )
+        held = isinstance(run.channel, AgentChannel)
+        self._staging = Staging(self._channel, self._stager, memory=self._memory, held=held, limit_bytes=staging_bytes)
 
     @property
     def root(self) -> str:

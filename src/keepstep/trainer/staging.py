@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from keepstep.checkpoint.exchange import Exchange
+from keepstep.checkpoint.exchange import Exchange, NoRoomError
 from keepstep.checkpoint.format.blocks import BLOCK_BYTES
 from keepstep.checkpoint.format.image import ImageLayout, TensorTable, image_layout, tensor_table
 from keepstep.checkpoint.format.index import Index
@@ -81,11 +81,10 @@ class Stager:
             values=captured.values,
             meshes=captured.meshes,
         )
-        if len(slot) < layout.file_bytes:
-            if layout.file_bytes > room_bytes():
-                stream = _streaming(captured, table, layout, blob)
-                return Staged(slot=None, stream=stream, file_bytes=layout.file_bytes, index=index, plan=self._plan)
-            self.slots.grow(slot, layout.file_bytes)
+        fits = len(slot) >= layout.file_bytes
+        if not fits and (layout.file_bytes > room_bytes() or not self._grow(slot, layout.file_bytes)):
+            stream = _streaming(captured, table, layout, blob)
+            return Staged(slot=None, stream=stream, file_bytes=layout.file_bytes, index=index, plan=self._plan)
         if slot.room is None:
             assert slot.memory is not None
             slot.room = Room(slot.memory)
@@ -93,6 +92,14 @@ class Stager:
         stage(captured, table, layout, blob, slot.room)
         captured.sources = {}  # the tensors are the script's; only their descriptions are kept
         return Staged(slot=slot, file_bytes=layout.file_bytes, index=index, plan=self._plan)
+
+    def _grow(self, slot: Slot, size_bytes: int) -> bool:
+        """Make room in `slot`; False when a launcher, which keeps the buffers and knows which it has, finds no memory for it."""
+        try:
+            self.slots.grow(slot, size_bytes)
+        except NoRoomError:
+            return False
+        return True
 
     def _planned(self, captured: Captured) -> TensorTable:
         known = self._known
@@ -137,12 +144,16 @@ def _streaming(captured: Captured, table: TensorTable, layout: ImageLayout, blob
 class Staging:
     """The staging buffers of one Checkpointer in one rank: which one is used next, and what to do when memory is short."""
 
-    def __init__(self, channel: Exchange, name: str, stager: Stager, *, memory: bool, limit_bytes: int | None) -> None:
-        """`memory`: complete images are kept in the buffers beyond this process. `limit_bytes`: of all buffers together."""
+    def __init__(self, channel: Exchange, stager: Stager, *, memory: bool, held: bool, limit_bytes: int | None) -> None:
+        """`memory`: complete images are kept in the buffers beyond this process. `held`: a launcher holds the buffers.
+
+        `limit_bytes`: of all buffers together.
+        """
         self.slots = stager.slots
         self._stager = stager
         self._sets = {slot.name: MemorySet(channel, slot.name) for slot in self.slots.all} if memory else {}
         self._limit_bytes = limit_bytes
+        self._held = held
         self._said: set[str] = set()
 
     def memory_of(self, staged: Staged) -> MemorySet | None:
@@ -163,7 +174,8 @@ class Staging:
         staged = self._stager.stage(state, slot, self._room_bytes)
         if staged.slot is not None:
             return staged
-        image, room, other = staged.file_bytes, self._room_bytes(), self.slots.other_than(slot)
+        image, other = staged.file_bytes, self.slots.other_than(slot)
+        room = min(available_memory_bytes(), self._room_bytes())
         if other is not None and len(other) >= image:
             # One buffer instead of two: no complete image is in memory while the next one is staged.
             self._say(
@@ -183,6 +195,9 @@ class Staging:
     def _room_bytes(self) -> int:
         """Memory that a staging buffer may take now."""
         free = available_memory_bytes()
+        if self._held:
+            # The launcher may have the buffer from the cycle before: it looks itself before it takes memory.
+            free = sys.maxsize
         if self._limit_bytes is None:
             return free
         return min(free, self._limit_bytes - sum(len(slot) for slot in self.slots.all))

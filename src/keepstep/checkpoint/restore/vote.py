@@ -238,8 +238,11 @@ def _propose_all(task: Restore, state: dict[str, Any], found: list[Candidate], s
                 f"keepstep: checkpoint {entry.name.text} is passed over: {ruling.reason}", file=sys.stderr, flush=True
             )
             continue
+        # Of a checkpoint that also lasts somewhere, the marker that lasts is the parent of what comes next.
+        same = next((other for other in lasting if other.name == entry.name and other.manifest is not None), entry)
+        assert same.manifest is not None
         life = msgspec.structs.replace(
-            start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=entry.manifest.digest
+            start, restored_step=entry.name.step, checkpoint=entry.name.text, parent=same.manifest.digest
         )
         taken = _propose(task, state, life, item, rejected)
         task.number += 1
@@ -296,9 +299,10 @@ def _propose(
     task: Restore, state: dict[str, Any], life: Life, item: Candidate, rejected: list[_Rejected]
 ) -> tuple[Restored, str] | None:
     """Put one candidate to the vote; when all ranks accept its values, and the farthest tier that a rank read from."""
-    number, source = task.number, task.places[item.place]
-    task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life), "place": item.place})
-    restored, own_vote = _examine(task, state, life, source)
+    assert item.entry.manifest is not None and life.checkpoint is not None
+    number, source, digest = task.number, task.places[item.place], item.entry.manifest.digest
+    task.channel.set(f"restore/{number}", {"try": msgspec.to_builtins(life), "place": item.place, "digest": digest})
+    restored, own_vote = _examine(task, state, life.checkpoint, digest, source)
     task.channel.set(f"restore/{number}/vote/0", own_vote)
     keys = [f"restore/{number}/vote/{rank}" for rank in range(task.world_size)]
     votes = task.channel.wait(keys, task.timeout_s)
@@ -418,12 +422,14 @@ def _why_not(source: Source, entry: Listed) -> str:
 
 
 def _examine(
-    task: Restore, state: dict[str, Any], life: Life, source: Source
+    task: Restore, state: dict[str, Any], checkpoint: str, digest: str, source: Source
 ) -> tuple[Restored | None, dict[str, Any]]:
-    """Verify and decode everything this rank needs of a candidate; the values, and this rank's vote."""
+    """Verify and decode everything this rank needs of a candidate; the values, and this rank's vote.
+
+    `digest` is the SHA-256 of its marker.
+    """
     from keepstep.checkpoint.torch.read import Want, read_checkpoint
 
-    assert life.checkpoint is not None
     want = Want(
         state=state,
         per_rank=task.per_rank,
@@ -432,10 +438,10 @@ def _examine(
         rng_on_reshard=task.rng_on_reshard,
     )
     try:
-        if source is not task.memory and source.marker(life.checkpoint) is None:
+        if source is not task.memory and source.marker(checkpoint) is None:
             return None, {"ok": False, "absent": True, "reason": "no such folder, or no manifest in it"}
-        restored = read_checkpoint(source, life.checkpoint, life.parent, want)
-        tier = source.tier_read(life.checkpoint) if isinstance(source, MemorySource) else source.tier
+        restored = read_checkpoint(source, checkpoint, digest, want)
+        tier = source.tier_read(checkpoint) if isinstance(source, MemorySource) else source.tier
         return restored, {"ok": True, "tier": tier}
     except RefuseToStartError as error:
         return None, {"ok": False, "refuse": True, "reason": error.message}
@@ -453,7 +459,8 @@ def _follow(task: Restore, state: dict[str, Any]) -> _Result:
         if "start" in proposal:
             return msgspec.convert(proposal["start"], Life), None, "none"
         life, place = msgspec.convert(proposal["try"], Life), int(proposal["place"])
-        restored, vote = _examine(task, state, life, task.places[place])
+        assert life.checkpoint is not None
+        restored, vote = _examine(task, state, life.checkpoint, proposal["digest"], task.places[place])
         task.channel.set(f"restore/{number}/vote/{task.rank}", vote)
         result = _await(task, f"restore/{number}/result")
         if result["ok"]:

@@ -175,7 +175,8 @@ class RankServer:
                     # Allocating touches every page, which takes a second for some gigabytes.
                     fd = await asyncio.to_thread(self._images.buffer, rank, name, size)
                 except OSError as error:
-                    return {"ok": False, "error": f"no memory for a buffer of {size} bytes: {error}"}, None
+                    why = f"no memory for a buffer of {size} bytes: {error}"
+                    return {"ok": False, "no_room": True, "error": why}, None
                 return {"ok": True, "size_bytes": size}, fd
             case "keep":
                 what = str(request["checkpoint"]), str(request["file"]), int(request["size_bytes"])
