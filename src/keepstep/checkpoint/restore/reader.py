@@ -36,7 +36,7 @@ from keepstep.records.errors import VerificationError
 
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGE_BYTES = 4096
-_ALIGN_FROM_BYTES = 64 << 10  # a run that begins with less is not worth the gap
+_ALIGN_FROM_BYTES = 64 << 10  # a shorter run is not worth the gap
 # From memory a block is read and hashed piece by piece, while the piece is in a core's second-level cache.
 _MEMORY_PIECE_BYTES = 512 << 10
 
@@ -317,23 +317,44 @@ def land(
     needs = {name: list(plan.needs(name, box)) for name, box in wanted.items()}
     places = {name: _place(needs[name], spans_of) for name in wanted}
     sizes = {name: box.elements * ITEM_BYTES[plan.tensors[name].dtype] for name, box in wanted.items()}
-    weights: dict[int, int] = {}
-    for name, (rank, _) in places.items():
-        weights[rank] = weights.get(rank, 0) + sizes[name]
-    order = sorted(wanted, key=lambda name: (-weights[places[name][0]], places[name], name))
-    offsets, end, before = {}, 0, (-1, 0)
-    for name in order:
-        (rank, place), item = places[name], ITEM_BYTES[plan.tensors[name].dtype]
-        # An element lies at a multiple of its size, as whoever computes with it expects.
-        grid = item if (rank, place) == before or sizes[name] < _ALIGN_FROM_BYTES or place % item else _PAGE_BYTES
-        offsets[name] = end + ((place if grid == _PAGE_BYTES else 0) - end) % grid
-        end, before = offsets[name] + sizes[name], (rank, place + sizes[name])
+    items = {name: ITEM_BYTES[plan.tensors[name].dtype] for name in wanted}
+    offsets, end = _arrange(places, sizes, items)
     room = allocate(end)
     landing, takes = Landing(buffers={}, strided=[]), dict[int, list[Take]]()
     for name, at in offsets.items():
         landing.buffers[name] = room[at : at + sizes[name]]
         _take_tensor(plan, name, wanted[name], needs[name], room, at, landing, takes, spans_of, file_name)
     return landing, takes
+
+
+def _arrange(
+    places: Mapping[str, tuple[int, int]], sizes: Mapping[str, int], items: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+    """Where each box lies in the memory for all of them, and how large that is; see `land`.
+
+    `places` are rank and offset of its bytes in the files, `items` bytes of an element.
+    """
+    weights: dict[int, int] = {}
+    for name, (rank, _) in places.items():
+        weights[rank] = weights.get(rank, 0) + sizes[name]
+    runs: list[list[str]] = []
+    after = None
+    for name in sorted(places, key=lambda name: (-weights[places[name][0]], places[name], name)):
+        rank, place = places[name]
+        if (rank, place) != after:
+            runs.append([])
+        runs[-1].append(name)
+        after = rank, place + sizes[name]
+    offsets, end = {}, 0
+    for run in runs:
+        place = places[run[0]][1]
+        if sum(sizes[name] for name in run) >= _ALIGN_FROM_BYTES:
+            end += (place - end) % _PAGE_BYTES
+        for name in run:
+            # An element lies at a multiple of its size, as whoever computes with it expects.
+            offsets[name] = end + -end % items[name]
+            end = offsets[name] + sizes[name]
+    return offsets, end
 
 
 def _place(needs: Sequence[Need], spans_of: Callable[[int], Mapping[str, Span]]) -> tuple[int, int]:
