@@ -109,7 +109,7 @@ def test_row_03_a_killed_writer_process_costs_at_most_one_save(one: Checkpointer
     one.wait()
     first = writer_pid(one)
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{first}/exe").exists())
+    wait_until(lambda: Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert one.save(2)
     one.wait()
     assert one.last_committed_step == 2, "one that died between saves is replaced unnoticed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import mmap
 import os
 import random
@@ -15,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.exchange import Fetched
+from keepstep.checkpoint.format.blocks import BLOCK_BYTES, digest_blocks
 from keepstep.checkpoint.format.boxes import Mesh, local_box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.image import image_layout, tensor_table
 from keepstep.checkpoint.format.plan import Plan, TensorMeta
 from keepstep.checkpoint.format.shard import parse_header
-from keepstep.checkpoint.restore.reader import Take, VerifiedFile, allocate, land, read_all
+from keepstep.checkpoint.restore.reader import Blocks, Take, VerifiedFile, allocate, land, merge, read_all
 from keepstep.checkpoint.storage.memory import MemoryFile
 from keepstep.checkpoint.storage.posix import PosixFile, PosixRoot
 from keepstep.checkpoint.storage.writer import FileFact, write_file
@@ -31,6 +31,10 @@ MIB = 1 << 20
 
 def noise(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def cached_pages(path: Path) -> int:
@@ -220,17 +224,20 @@ def test_every_byte_lands_where_it_belongs(
             buffer = landing.buffers[name]
             assert buffer == whole[name][box.offsets[0] * row : (box.offsets[0] + box.sizes[0]) * row]
             if len(buffer):
-                assert ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ITEM_BYTES[tensors[name].dtype] == 0
+                assert address_of(buffer) % ITEM_BYTES[tensors[name].dtype] == 0
 
 
 class HeldBytes:
     """An Opened over bytes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, reads: list[int] | None = None) -> None:
+        """`reads` gets the offset of each read."""
         self.data = data
         self.size_bytes = len(data)
+        self.reads = [] if reads is None else reads
 
     def read_into(self, view: memoryview, offset: int) -> None:
+        self.reads.append(offset)
         view[:] = self.data[offset : offset + len(view)]
 
     def close(self) -> None:
@@ -242,11 +249,12 @@ def in_memory(image: bytes) -> VerifiedFile:
     return VerifiedFile.by_fact(HeldBytes(image), fact)
 
 
-def test_the_same_layout_is_one_run_at_the_same_place_in_a_page() -> None:
+def test_the_same_layout_is_one_long_run_at_the_same_place_in_a_page() -> None:
     """Shards with replicated scalars among them, of which each rank's file has only some: what a sharded optimizer looks like."""
     tensors: dict[str, TensorMeta] = {}
     for number in range(8):
-        tensors[f"optim/{number}/exp"] = TensorMeta(dtype="F32", shape=(8, 100), mesh=0, placements=("shard:0",))
+        tensors[f"optim/{number}/exp"] = TensorMeta(dtype="F32", shape=(8, 12345), mesh=0, placements=("shard:0",))
+        tensors[f"optim/{number}/norm"] = TensorMeta(dtype="F32", shape=(6,), mesh=0, placements=("shard:0",))
         tensors[f"optim/{number}/step"] = TensorMeta(dtype="F32", shape=())
     plan = Plan(tensors, (Mesh((2,)),), 2)
     spans = []
@@ -256,11 +264,26 @@ def test_the_same_layout_is_one_run_at_the_same_place_in_a_page() -> None:
     for rank in range(2):
         boxes = {name: local_box(meta.shape, (2,), meta.placements, (rank,)) for name, meta in tensors.items()}
         landing, takes = land(plan, boxes, lambda rank: spans[rank], lambda rank: f"rank-{rank}")
-        own = sorted(takes[rank], key=lambda take: take.begin)
-        assert all(a.end == b.begin and a.at + a.end - a.begin == b.at for a, b in itertools.pairwise(own))
-        first = ctypes.addressof(ctypes.c_char.from_buffer(own[0].into)) + own[0].at
-        assert first % 4096 == own[0].begin % 4096
-        assert sum(len(buffer) for buffer in landing.buffers.values()) == 8 * (4 * 100 * 4 + 4)
+        (own,) = merge(takes[rank])
+        assert own.end - own.begin == 8 * (4 * 12345 * 4 + 3 * 4) + 4 * 4
+        assert (address_of(own.into) + own.at - own.begin) % 4096 == 0
+        foreign = merge(takes[1 - rank])
+        assert sum(take.end - take.begin for take in foreign) == 4 * 4
+        assert all(take.end < 4096 + 1000 for take in foreign), "beside the header, not among the large ones"
+        assert sum(len(buffer) for buffer in landing.buffers.values()) == 8 * (4 * 12345 * 4 + 3 * 4 + 4)
+
+
+def test_a_block_of_which_little_was_asked_for_is_read_once() -> None:
+    image, reads = noise(40 * MIB), []
+    digests = digest_blocks(memoryview(image), "sha256")
+    source = HeldBytes(image, reads)
+    blocks = Blocks(algorithm="sha256", block_bytes=BLOCK_BYTES, end=len(image), digests=digests)
+    file = VerifiedFile(source, "image", blocks)
+    assert file.read(5, 9) == image[5:9] and file.read(100, 200) == image[100:200]
+    into = allocate(20 * MIB)
+    read_all([(file, [Take(0, 20 * MIB, into, 0)])], threads=2)
+    assert into == image[: 20 * MIB]
+    assert sorted(reads) == [0, 16 * MIB]
 
 
 def test_a_wanted_byte_without_a_digest_is_refused() -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic_plain.py"
 
 
@@ -24,6 +26,7 @@ def test_script_does_not_import_keepstep() -> None:
     assert not re.search(r"^\s*(import|from)\s+keepstep", EXAMPLE.read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_killed_rank_is_replaced_and_the_snapshot_is_used(tmp_path: Path) -> None:
     for name in ("disturbed", "quiet"):
         (tmp_path / name).mkdir()

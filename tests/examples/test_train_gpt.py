@@ -81,6 +81,7 @@ def test_plain_python_interrupted_and_continued_equals_an_uninterrupted_run(tmp_
     assert (parts.path / "weights.pt").read_bytes() == (whole.path / "weights.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_other_seed_gives_other_samples(tmp_path: Path) -> None:
     one, two = Folder(tmp_path / "1", 2, seed=1), Folder(tmp_path / "2", 2, seed=2)
     one.finish("ledger")
@@ -88,6 +89,7 @@ def test_other_seed_gives_other_samples(tmp_path: Path) -> None:
     assert one.used("ledger") != two.used("ledger")
 
 
+@pytest.mark.slow
 def test_torchrun_with_two_ranks_shares_the_samples(tmp_path: Path) -> None:
     steps = 8
     folder = Folder(tmp_path / "run", steps, launcher=TORCHRUN)

@@ -317,6 +317,7 @@ def test_orphaned_workers_do_not_outlive_the_cycle(tmp_path: Path) -> None:
     assert not alive(int(found.group(1))) and not alive(int(found.group(2)))
 
 
+@pytest.mark.slow
 def test_zygote_with_a_thread_refuses_and_fresh_interpreters_are_used(tmp_path: Path, reference: str) -> None:
     (tmp_path / "starts_thread.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -328,6 +329,7 @@ def test_zygote_with_a_thread_refuses_and_fresh_interpreters_are_used(tmp_path: 
     assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
 
 
+@pytest.mark.slow
 def test_killed_zygote_costs_the_fast_path_only(tmp_path: Path, reference: str) -> None:
     launch = Launch(tmp_path, training(), *TWO, "--inject", "kill@step=25,rank=1")
     launch.wait_line(r"^completed 2$", count=2)

@@ -26,6 +26,7 @@ def memory_of(pid: int) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_ranks_kept_survives_them_and_the_coordinator(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     launch = Launch(

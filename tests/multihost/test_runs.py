@@ -21,6 +21,7 @@ def _own_folders(count: int, folder: Path) -> list[Path]:
     [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow),
      pytest.param(4, True, marks=pytest.mark.slow)],
 )  # fmt: skip
+@pytest.mark.slow
 def test_run_over_hosts(
     count: int, shared: bool, make_net: MakeNet, reference: Callable[[int], str], tmp_path: Path
 ) -> None:

@@ -224,6 +224,7 @@ def run_example(files: RunFiles, script: Path, watcher: Watcher, *, seed: int, s
     command = [sys.executable, "-m", "keepstep.cli.main", "run", *run_flags, str(script), *script_flags]
     # Settings of an outer launcher or of the user's own runs must not reach the two runs that are compared.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "PET_", "TORCHELASTIC_"))}
+    env["KEEPSTEP_HOME"] = str(files.folder / "home")  # keys and marks of two runs that end with it
     deadline = time.monotonic() + RUN_LIMIT_S
     with files.log.open("wb") as log:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env)

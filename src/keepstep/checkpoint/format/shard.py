@@ -17,6 +17,8 @@ from keepstep.checkpoint.format.plan import StoredTensor
 from keepstep.records.errors import VerificationError
 
 ALIGN_BYTES = 4096
+SMALL_BYTES = 64 << 10
+"""Tensors of up to this size come first among those of their width."""
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
 _MAX_DIMS = 64
 
@@ -37,8 +39,17 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def file_order(entries: Mapping[str, StoredTensor]) -> list[str]:
-    """Order of tensors in a file: wide elements first, so that each tensor is aligned to its element size."""
-    return sorted(entries, key=lambda name: (-NATIVE_BYTES[entries[name].dtype], name))
+    """Order of tensors in a file: wide elements first, so that each tensor is aligned to its element size; of these the small ones.
+
+    Scalars that all ranks need, such as an optimizer's step counts, then share a block with the header and are not strewn over all
+    blocks of the file.
+    """
+
+    def place(name: str) -> tuple[int, bool, str]:
+        entry = entries[name]
+        return -NATIVE_BYTES[entry.dtype], entry.size_bytes > SMALL_BYTES, name
+
+    return sorted(entries, key=place)
 
 
 def build_header(entries: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -36,6 +36,7 @@ from keepstep.records.errors import VerificationError
 
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGE_BYTES = 4096
+_ALIGN_FROM_BYTES = 64 << 10  # a shorter run is not worth the gap
 # From memory a block is read and hashed piece by piece, while the piece is in a core's second-level cache.
 _MEMORY_PIECE_BYTES = 512 << 10
 
@@ -92,35 +93,66 @@ def allocate(size_bytes: int) -> memoryview:
     return memoryview(area)
 
 
+class HeldBlocks:
+    """The blocks verified last of which little was asked for: those with a file's header and values, wanted several times."""
+
+    def __init__(self, limit: int = 8) -> None:
+        self._limit = limit
+        self._blocks: dict[tuple[str, int], memoryview] = {}
+
+    def get(self, file: str, number: int) -> memoryview | None:
+        """Block `number` of `file` when it is held."""
+        return self._blocks.get((file, number))
+
+    def put(self, file: str, number: int, block: memoryview) -> None:
+        """Hold it in place of the oldest; not a file that is all one large block."""
+        if len(block) > BLOCK_BYTES:
+            return
+        while len(self._blocks) >= self._limit:
+            del self._blocks[next(iter(self._blocks))]
+        self._blocks[file, number] = block
+
+
 class VerifiedFile:
     """One file of a checkpoint. Whatever it hands out was verified in the memory that holds it."""
 
-    def __init__(self, opened: Opened, name: str, blocks: Blocks, *, piece_bytes: int | None = None) -> None:
-        """`piece_bytes` are read at once; None: a whole block."""
+    def __init__(
+        self,
+        opened: Opened,
+        name: str,
+        blocks: Blocks,
+        held: HeldBlocks | None = None,
+        *,
+        piece_bytes: int | None = None,
+    ) -> None:
+        """`held` keeps blocks of which only a part was asked for. `piece_bytes` are read at once; None: a whole block."""
         self.opened = opened
         self.name = name
         self._blocks = blocks
+        self._held = held or HeldBlocks()
         self._piece_bytes = piece_bytes or max(1, blocks.block_bytes)
 
     @classmethod
-    def by_fact(cls, opened: Opened, fact: FileFact) -> VerifiedFile:
+    def by_fact(cls, opened: Opened, fact: FileFact, held: HeldBlocks | None = None) -> VerifiedFile:
         """A file as a manifest describes it. Raises VerificationError."""
         size = opened.size_bytes
         if fact.size_bytes >= 0 and size != fact.size_bytes:
             raise VerificationError(f"{fact.name}: has {size} bytes, the manifest says {fact.size_bytes}")
         if fact.blocks is None:
             whole = Blocks(algorithm="sha256", block_bytes=max(1, size), end=size, digests=bytes.fromhex(fact.sha256))
-            return cls(opened, fact.name, whole)
+            return cls(opened, fact.name, whole, held)
         field = parse_blocks_field(fact.blocks, fact.name)
         begin = body_bytes(size)
         trailer = bytearray(size - begin)
         opened.read_into(memoryview(trailer), begin)
         check_digests(bytes(trailer), field, fact.name)
         blocks = Blocks(algorithm=field.algorithm, block_bytes=BLOCK_BYTES, end=begin, digests=bytes(trailer))
-        return cls(opened, fact.name, blocks)
+        return cls(opened, fact.name, blocks, held)
 
     @classmethod
-    def by_fingerprints(cls, opened: Opened, fact: FileFact, algorithm: str, prints: bytes) -> VerifiedFile:
+    def by_fingerprints(
+        cls, opened: Opened, fact: FileFact, algorithm: str, prints: bytes, held: HeldBlocks | None = None
+    ) -> VerifiedFile:
         """An image in memory, by the fingerprints of its blocks; `fact` names their SHA-256. Raises VerificationError."""
         if opened.size_bytes != fact.size_bytes:
             raise VerificationError(f"{fact.name}: has {opened.size_bytes} bytes, the manifest says {fact.size_bytes}")
@@ -130,7 +162,7 @@ class VerifiedFile:
         ):
             raise VerificationError(f"{fact.name}: its fingerprints are not those the manifest names")
         blocks = Blocks(algorithm=algorithm, block_bytes=BLOCK_BYTES, end=fact.size_bytes, digests=prints)
-        return cls(opened, fact.name, blocks, piece_bytes=_MEMORY_PIECE_BYTES)
+        return cls(opened, fact.name, blocks, held, piece_bytes=_MEMORY_PIECE_BYTES)
 
     def wanted_blocks(self, takes: Sequence[Take]) -> dict[int, list[Take]]:
         """Number of each block in which something is wanted, with what. Raises VerificationError for what no digest covers."""
@@ -147,13 +179,26 @@ class VerifiedFile:
 
     def read_block(self, number: int, takes: Sequence[Take], scratch: Callable[[int], memoryview]) -> None:
         """Read and verify block `number`, and put into place what `takes` want of it."""
-        begin = number * self._blocks.block_bytes
-        end = min(begin + self._blocks.block_bytes, self._blocks.end)
+        begin, end = self._span(number)
+        known = self._held.get(self.name, number)
+        if known is not None:
+            _put(takes, known, begin, end)
+            return
         direct = next((take for take in takes if take.begin <= begin and take.end >= end), None)
         if direct is not None:
             target = direct.into[direct.at + begin - direct.begin : direct.at + end - direct.begin]
         else:
             target = scratch(end - begin)
+        self._verify_into(number, target)
+        _put([take for take in takes if take is not direct], target, begin, end)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        begin = number * self._blocks.block_bytes
+        return begin, min(begin + self._blocks.block_bytes, self._blocks.end)
+
+    def _verify_into(self, number: int, target: memoryview) -> None:
+        """Fill `target`, as large as block `number`, with it. Raises VerificationError."""
+        begin, end = self._span(number)
         running = new_hash(self._blocks.algorithm)
         for at in range(0, len(target), self._piece_bytes):
             piece = target[at : at + self._piece_bytes]
@@ -165,15 +210,18 @@ class VerifiedFile:
                 f"{self.name}: bytes {begin} to {end} are not what was written: {self._blocks.algorithm} is "
                 f"{digest.hex()[:16]}..., the manifest says {expected.hex()[:16]}..."
             )
-        for take in takes:
-            low, high = max(take.begin, begin), min(take.end, end)
-            if take is not direct:
-                take.into[take.at + low - take.begin : take.at + high - take.begin] = target[low - begin : high - begin]
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Bytes [begin, end), verified."""
+        """Bytes [begin, end), verified. Their blocks are held for whoever wants more of them next."""
         result = memoryview(bytearray(end - begin))
-        read_all([(self, [Take(begin, end, result, 0)])], threads=1)
+        for number, takes in self.wanted_blocks([Take(begin, end, result, 0)]).items():
+            low, high = self._span(number)
+            block = self._held.get(self.name, number)
+            if block is None:
+                block = allocate(high - low)
+                self._verify_into(number, block)
+                self._held.put(self.name, number, block)
+            _put(takes, block, low, high)
         return result
 
     def header(self) -> dict[str, Span]:
@@ -186,6 +234,13 @@ class VerifiedFile:
         self.opened.read_into(memoryview(word), 0)
         end = header_end(bytes(word), size, self.name)
         return parse_header(self.read(0, end), size, self.name)
+
+
+def _put(takes: Iterable[Take], block: memoryview, begin: int, end: int) -> None:
+    """Copy to where it belongs what `takes` want of `block`, which is bytes [begin, end) of their file."""
+    for take in takes:
+        low, high = max(take.begin, begin), min(take.end, end)
+        take.into[take.at + low - take.begin : take.at + high - take.begin] = block[low - begin : high - begin]
 
 
 class _Scratch(threading.local):
@@ -256,29 +311,52 @@ def land(
 ) -> tuple[Landing, dict[int, list[Take]]]:
     """Memory for `wanted`, the boxes of tensors, and what to take from which rank's file to fill it.
 
-    The boxes lie in the order in which the files have them, beginning with the file that has most and at the same place in a page,
-    so that the same layout is read in long runs straight from the disk. `spans_of` gives the verified header of a rank's file,
+    The boxes lie in the order in which the files have them, beginning with the file that has most, and long runs at the same place
+    in a page, so that the same layout is read straight from the disk. `spans_of` gives the verified header of a rank's file,
     `room_for(n)` n bytes of memory. Raises VerificationError when a header is not what the index says, or bytes are missing.
     """
     spans_of = functools.cache(spans_of)
     needs = {name: list(plan.needs(name, box)) for name, box in wanted.items()}
     places = {name: _place(needs[name], spans_of) for name in wanted}
     sizes = {name: box.elements * ITEM_BYTES[plan.tensors[name].dtype] for name, box in wanted.items()}
-    weights: dict[int, int] = {}
-    for name, (rank, _) in places.items():
-        weights[rank] = weights.get(rank, 0) + sizes[name]
-    order = sorted(wanted, key=lambda name: (-weights[places[name][0]], places[name], name))
-    offsets, end = {}, places[order[0]][1] % _PAGE_BYTES if order else 0
-    for name in order:
-        # An element lies at a multiple of its size, as whoever computes with it expects.
-        offsets[name] = end + -end % ITEM_BYTES[plan.tensors[name].dtype]
-        end = offsets[name] + sizes[name]
+    items = {name: ITEM_BYTES[plan.tensors[name].dtype] for name in wanted}
+    offsets, end = _arrange(places, sizes, items)
     room = room_for(end)
     landing, takes = Landing(buffers={}, strided=[]), dict[int, list[Take]]()
     for name, at in offsets.items():
         landing.buffers[name] = room[at : at + sizes[name]]
         _take_tensor(plan, name, wanted[name], needs[name], room, at, landing, takes, spans_of, file_name)
     return landing, takes
+
+
+def _arrange(
+    places: Mapping[str, tuple[int, int]], sizes: Mapping[str, int], items: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+    """Where each box lies in the memory for all of them, and how large that is; see `land`.
+
+    `places` are rank and offset of its bytes in the files, `items` bytes of an element.
+    """
+    weights: dict[int, int] = {}
+    for name, (rank, _) in places.items():
+        weights[rank] = weights.get(rank, 0) + sizes[name]
+    runs: list[list[str]] = []
+    after = None
+    for name in sorted(places, key=lambda name: (-weights[places[name][0]], places[name], name)):
+        rank, place = places[name]
+        if (rank, place) != after:
+            runs.append([])
+        runs[-1].append(name)
+        after = rank, place + sizes[name]
+    offsets, end = {}, 0
+    for run in runs:
+        place = places[run[0]][1]
+        if sum(sizes[name] for name in run) >= _ALIGN_FROM_BYTES:
+            end += (place - end) % _PAGE_BYTES
+        for name in run:
+            # An element lies at a multiple of its size, as whoever computes with it expects.
+            offsets[name] = end + -end % items[name]
+            end = offsets[name] + sizes[name]
+    return offsets, end
 
 
 def _place(needs: Sequence[Need], spans_of: Callable[[int], Mapping[str, Span]]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from keepstep.checkpoint.format.index import BLOB_NAME, Index, RankValues, parse
 from keepstep.checkpoint.format.layout import INDEX_NAME, PRINTS_SUFFIX, rank_file_name
 from keepstep.checkpoint.format.plan import Plan, TensorMeta
 from keepstep.checkpoint.format.shard import Span
-from keepstep.checkpoint.restore.reader import Landing, Take, VerifiedFile, land, read_all
+from keepstep.checkpoint.restore.reader import HeldBlocks, Landing, Take, VerifiedFile, land, read_all
 from keepstep.checkpoint.restore.verify import check_files, read_manifest
 from keepstep.checkpoint.storage.posix import PosixFile
 from keepstep.checkpoint.storage.source import Source
@@ -51,6 +51,7 @@ class _Files:
         self._memory = manifest.facts.memory if manifest.facts is not None else None
         self._open: dict[str, VerifiedFile] = {}
         self._spans: dict[str, dict[str, Span]] = {}
+        self._held = HeldBlocks()
 
     def file(self, name: str) -> VerifiedFile:
         """File `name`. Raises VerificationError or StorageError."""
@@ -59,9 +60,11 @@ class _Files:
             opened = self._source.open(self._folder, name)
             self._stack.callback(opened.close)
             if self._memory is None or name == INDEX_NAME:
-                held = VerifiedFile.by_fact(opened, self.facts[name])
+                held = VerifiedFile.by_fact(opened, self.facts[name], self._held)
             else:
-                held = VerifiedFile.by_fingerprints(opened, self.facts[name], self._memory, self._prints(name))
+                held = VerifiedFile.by_fingerprints(
+                    opened, self.facts[name], self._memory, self._prints(name), self._held
+                )
             self._open[name] = held
         return held
 
