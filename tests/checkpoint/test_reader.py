@@ -275,7 +275,7 @@ def test_the_same_layout_is_one_long_run_at_the_same_place_in_a_page() -> None:
 
 def test_a_block_of_which_little_was_asked_for_is_read_once() -> None:
     image = noise(40 * MIB)
-    reads: list[tuple[int, int]] = []
+    reads: list[int] = []
     digests = digest_blocks(memoryview(image), "sha256")
     source = HeldBytes(image, reads)
     blocks = Blocks(algorithm="sha256", block_bytes=BLOCK_BYTES, end=len(image), digests=digests)
