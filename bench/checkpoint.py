@@ -213,14 +213,20 @@ def targets_of(
 def results_of(
     saves: Measured, first: Measured, loads: Measured, verify: Measured, slopes: dict[str, float], ranks: dict[str, Any]
 ) -> list[Result]:
-    names = {"block": "blocks training", "total": "durable", "memmove": "memmove", "copy_": "torch copy_"}
+    names = {
+        "block": "blocks training",
+        "total": "durable",
+        "memmove": "memmove",
+        "copy_": "torch copy_",
+        "before": "before each DCP save",
+    }
     results = [
         Result(names[what], variant, "s", values) for variant, rows in saves.items() for what, values in rows.items()
     ]
     results += [
         Result(f"first save, {names[what]}", variant, "s", values)
         for variant, rows in first.items()
-        if variant != "memcpy"
+        if variant not in ("memcpy", "get_state_dict")
         for what, values in rows.items()
     ]
     results += [

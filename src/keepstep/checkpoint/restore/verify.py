@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 CHUNK_BYTES = 8 << 20
-_AHEAD = {"shm": 1, "disk": 1, "peer": 2, "object": 4}  # chunks being read while one is hashed
+_AHEAD = {"shm": 1, "disk": 2, "peer": 2, "object": 4}  # chunks being read while one is hashed
 
 
 class DamagedError(VerificationError):
