@@ -27,7 +27,7 @@ from keepstep.records.errors import RefuseToStartError, VerificationError
 
 _MAX_PRINTS_BYTES = 64 << 20  # of an image of 32 TiB
 _OWN_SHARE = 0.9
-_THREADS = {"shm": 2, "peer": 2, "disk": 2, "object": 8}
+_THREADS = {"shm": 2, "peer": 2, "disk": 4, "object": 8}
 
 
 class Want(msgspec.Struct, frozen=True, kw_only=True):
