@@ -13,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from keepstep.checkpoint.format import plan as plan_rules
+from keepstep.checkpoint.format.boxes import Mesh, whole
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.plan import Piece, Plan, StoredTensor, TensorMeta, plan_digest, stored
 from keepstep.checkpoint.format.shard import build_header, file_order, parse_header
 from keepstep.records.errors import VerificationError
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a few bytes are split as large ones are."""
+    monkeypatch.setattr(plan_rules, "MIN_SHARE_BYTES", 1)
 
 
 def pieces_by_rank(tensors: dict[str, TensorMeta], world_size: int) -> list[list[Piece]]:
@@ -55,6 +63,22 @@ def test_split_is_even() -> None:
     tensors = {f"t{i}": TensorMeta(dtype="F32", shape=(1000,)) for i in range(7)}
     sizes = [sum(p.end - p.begin for p in pieces) for pieces in pieces_by_rank(tensors, 4)]
     assert max(sizes) - min(sizes) <= 4
+
+
+def test_little_is_written_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of thousands of ranks would read a block of each one's file for the step counts of an optimizer."""
+    monkeypatch.setattr(plan_rules, "MIN_SHARE_BYTES", 16 << 20)
+    ranks = 16_384
+    steps = {f"optim/{number}/step": TensorMeta(dtype="F32", shape=()) for number in range(1000)}
+    sharded = {"w": TensorMeta(dtype="F32", shape=(ranks, 8), mesh=0, placements=("shard:0",))}
+    plan = Plan({**steps, **sharded, "b": TensorMeta(dtype="F32", shape=(10 << 20,))}, (Mesh((ranks,)),), ranks)
+    assert len(plan.pieces(0)) > 1 and [piece.name for piece in plan.pieces(5)] == ["w"]
+    for name, meta in plan.tensors.items():
+        if name != "w":
+            (need,) = plan.needs(name, whole(meta.shape))
+            assert {rank for rank, _ in need.pieces} <= {0, 1} and sum(
+                p.end - p.begin for _, p in need.pieces
+            ) == meta.size_bytes
 
 
 def test_plan_digest_tells_states_apart() -> None:

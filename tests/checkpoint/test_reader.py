@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.exchange import Fetched
+from keepstep.checkpoint.format import plan as plan_rules
 from keepstep.checkpoint.format.blocks import BLOCK_BYTES, digest_blocks
 from keepstep.checkpoint.format.boxes import Mesh, local_box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
@@ -27,6 +28,12 @@ from keepstep.checkpoint.storage.writer import FileFact, write_file
 from keepstep.records.errors import VerificationError
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a few bytes are split as large ones are."""
+    monkeypatch.setattr(plan_rules, "MIN_SHARE_BYTES", 1)
 
 
 def noise(size: int, seed: int = 0) -> bytes:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format import blocks
+from keepstep.checkpoint.format import plan as plan_rules
 from keepstep.checkpoint.format.boxes import REPLICATE, Box, Mesh, local_box, overlap, whole
 from keepstep.checkpoint.format.image import image_layout, tensor_table
 from keepstep.checkpoint.format.plan import Chunk, Piece, Plan, TensorMeta
@@ -23,6 +24,12 @@ from keepstep.checkpoint.torch.load import copy_strided
 from keepstep.records.errors import VerificationError
 
 Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a few bytes are split as large ones are."""
+    monkeypatch.setattr(plan_rules, "MIN_SHARE_BYTES", 1)
 
 
 class Bytes:

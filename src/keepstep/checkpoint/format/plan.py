@@ -1,9 +1,9 @@
 """Which bytes of which tensor go into which rank's file.
 
 A rank holds one chunk (a box) of each tensor, row-major. Ranks that hold the same chunk, replicas, share the work of writing it:
-the chunks of all tensors of one mesh and placements, in the order of their names, form one run of T bytes, and replica p of n
-writes [p*T/n, (p+1)*T/n), each bound moved down to an element. Writer and reader compute the same split for any rank without
-looking at the others; nothing about it is stored.
+the chunks of all tensors of one mesh and placements, in the order of their names, form one run of T bytes, and replica p of the
+first n writes [p*T/n, (p+1)*T/n), each bound moved down to an element; n is as many as get 16 MiB each, at least one. Writer and
+reader compute the same split for any rank without looking at the others; nothing about it is stored.
 """
 
 from __future__ import annotations
@@ -114,14 +114,21 @@ def whole_piece(name: str, meta: TensorMeta) -> Piece:
     return Piece(name, name, whole(meta.shape), 0, meta.size_bytes)
 
 
+MIN_SHARE_BYTES = 16 << 20
+"""A smaller share is not worth a writer of its own: whoever reads it verifies a whole block of that writer's file.
+
+Otherwise the step counts of an optimizer would be spread over all files, and every rank would read a block of each.
+"""
+
 _Class = tuple[int | None, tuple[str, ...]]
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """The chunks of one class at one shard coordinate, end to end: where each begins, and bytes in all."""
+    """The chunks of one class at one shard coordinate, end to end: where each begins, bytes in all, how many write them."""
 
     begins: dict[str, int]
     total_bytes: int
+    writers: int
 
 
 class Plan:
@@ -157,7 +164,8 @@ class Plan:
             for name in self._names[kind]:
                 begins[name] = at
                 at += self._box(name, shards).elements * ITEM_BYTES[self.tensors[name].dtype]
-            held = self._runs[kind, shards] = _Run(begins, at)
+            writers = max(1, min(self._replicas(kind)[1], at // MIN_SHARE_BYTES))
+            held = self._runs[kind, shards] = _Run(begins, at, writers)
         return held
 
     def _replicas(self, kind: _Class) -> tuple[list[int], int]:
@@ -165,10 +173,10 @@ class Plan:
         dims = [dim for dim, text in enumerate(kind[1]) if text == REPLICATE]
         return dims, math.prod(self._mesh(kind[0]).shape[dim] for dim in dims)
 
-    def _cut(self, run: _Run, name: str, size: int, replicas: int, at: int) -> int:
-        """Where in the chunk of `name` the share of replica `at` begins."""
+    def _cut(self, run: _Run, name: str, size: int, at: int) -> int:
+        """Where in the chunk of `name` the share of replica `at` begins; at its end for one that writes nothing."""
         item = ITEM_BYTES[self.tensors[name].dtype]
-        bound = at * run.total_bytes // replicas - run.begins[name]
+        bound = at * run.total_bytes // run.writers - run.begins[name]
         return size if bound >= size else max(0, bound - bound % item)
 
     def pieces(self, rank: int) -> list[Piece]:
@@ -179,7 +187,7 @@ class Plan:
             coordinate = mesh.coordinate(rank)
             if coordinate is None:
                 continue
-            dims, replicas = self._replicas(kind)
+            dims, _ = self._replicas(kind)
             at = 0
             for dim in dims:
                 at = at * mesh.shape[dim] + coordinate[dim]
@@ -188,7 +196,7 @@ class Plan:
             for name in names:
                 box = self._box(name, shards)
                 size = box.elements * ITEM_BYTES[self.tensors[name].dtype]
-                begin, end = (self._cut(run, name, size, replicas, share) for share in (at, at + 1))
+                begin, end = (self._cut(run, name, size, share) for share in (at, at + 1))
                 if end > begin:
                     result.append(Piece(name, name, box, begin, end))
         for name, meta in self.tensors.items():
@@ -267,15 +275,15 @@ class Plan:
         meta = self.tensors[name]
         kind = (meta.mesh, meta.placements)
         mesh = self._mesh(meta.mesh)
-        dims, replicas = self._replicas(kind)
+        dims, _ = self._replicas(kind)
         run = self._run(kind, shards)
         size = box.elements * ITEM_BYTES[meta.dtype]
         # The first replica whose share ends after the chunk begins, and on until its end: not all of thousands.
         total = max(1, run.total_bytes)
-        at = max(0, run.begins[name] * replicas // total - 1)
+        at = max(0, run.begins[name] * run.writers // total - 1)
         result = []
-        while at < replicas:
-            begin, end = (self._cut(run, name, size, replicas, share) for share in (at, at + 1))
+        while at < run.writers:
+            begin, end = (self._cut(run, name, size, share) for share in (at, at + 1))
             if end > begin:
                 coordinate = list(shards)
                 rest = at
