@@ -16,7 +16,7 @@ import msgspec
 from keepstep.checkpoint.format.boxes import Mesh, local_box
 from keepstep.checkpoint.format.index import Index, parse_index
 from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
-from keepstep.checkpoint.format.plan import Plan, TensorMeta
+from keepstep.checkpoint.format.plan import LARGE_SHARES, Plan, TensorMeta
 from keepstep.checkpoint.restore.verify import check_marker
 from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.storage.source import Root, open_root
@@ -38,7 +38,7 @@ def write(root: Root, tensors: int, ranks: int) -> str:
         f"model/layer.{number:04}": TensorMeta(dtype="BF16", shape=(4 * ranks, 1024), mesh=0, placements=("shard:0",))
         for number in range(tensors)
     }
-    index = Index(world=ranks, tensors=metas, aliases={}, values={}, meshes=(Mesh((ranks,)),))
+    index = Index(world=ranks, tensors=metas, aliases={}, values={}, meshes=(Mesh((ranks,)),), split=LARGE_SHARES)
     folder = root.make_folder(FolderName(1, 0, 1, 0, "bench"))
     size = tensors * 4 * 1024 * 2 + 65_536
     blocks = "blake3:" + hashlib.sha256(b"blocks").hexdigest()
@@ -75,7 +75,7 @@ def read(root: Root, folder: str, rank: int, ranks: int) -> int:
     if hashlib.sha256(data).hexdigest() != facts[INDEX_NAME].sha256:
         raise RuntimeError("the index is not what was written")
     index = parse_index(data, INDEX_NAME, data_bytes=sum(file.size_bytes for file in manifest.files))
-    plan = Plan(index.tensors, index.meshes, index.world)
+    plan = Plan(index.tensors, index.meshes, index.world, index.split)
     needed = 0
     for name, meta in index.tensors.items():
         box = local_box(meta.shape, (ranks,), ("shard:0",), (rank,))

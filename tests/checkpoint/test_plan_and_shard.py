@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from safetensors import safe_open
 from keepstep.checkpoint.format import plan as plan_rules
 from keepstep.checkpoint.format.boxes import Mesh, whole
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
-from keepstep.checkpoint.format.plan import Piece, Plan, StoredTensor, TensorMeta, plan_digest, stored
+from keepstep.checkpoint.format.index import Index, parse_index
+from keepstep.checkpoint.format.plan import EVEN_SPLIT, Piece, Plan, StoredTensor, TensorMeta, plan_digest, stored
 from keepstep.checkpoint.format.shard import build_header, file_order, parse_header
 from keepstep.records.errors import VerificationError
 
@@ -174,3 +176,16 @@ def test_any_damage_to_a_header_parses_or_is_refused(tail: bytes, at: int, byte:
     except VerificationError:
         return
     assert all(0 <= span.begin <= span.end <= len(data) for span in spans.values())
+
+
+def test_files_of_the_first_rule_of_splitting_are_read_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.checkpoint.format.plan.MIN_SHARE_BYTES", 16 << 20)
+    tensors = {"w": TensorMeta(dtype="F32", shape=(1000,))}
+    even, large = Plan(tensors, (), 4, EVEN_SPLIT), Plan(tensors, (), 4)
+    assert [len(even.pieces(rank)) for rank in range(4)] == [1, 1, 1, 1]
+    assert [len(large.pieces(rank)) for rank in range(4)] == [1, 0, 0, 0]
+    old = Index(world=4, tensors=tensors, aliases={}, values={})
+    data = msgspec.json.encode(old).replace(b',"split":0', b"")
+    assert parse_index(data, "x", data_bytes=4000).split == EVEN_SPLIT
+    with pytest.raises(VerificationError, match="split 7"):
+        parse_index(msgspec.json.encode(msgspec.structs.replace(old, split=7)), "x", data_bytes=4000)

@@ -19,7 +19,7 @@ from keepstep.checkpoint.exchange import Exchange, NoRoomError
 from keepstep.checkpoint.format.blocks import BLOCK_BYTES
 from keepstep.checkpoint.format.image import ImageLayout, TensorTable, image_layout, tensor_table
 from keepstep.checkpoint.format.index import Index
-from keepstep.checkpoint.format.plan import Plan, plan_digest
+from keepstep.checkpoint.format.plan import LARGE_SHARES, Plan, plan_digest
 from keepstep.checkpoint.save.memoryset import MemorySet
 from keepstep.checkpoint.save.slots import Slot, Slots
 from keepstep.checkpoint.save.stream import too_large, write_stream
@@ -80,6 +80,7 @@ class Stager:
             aliases=captured.aliases,
             values=captured.values,
             meshes=captured.meshes,
+            split=LARGE_SHARES,
         )
         fits = len(slot) >= layout.file_bytes
         if not fits and (layout.file_bytes > room_bytes() or not self._grow(slot, layout.file_bytes)):

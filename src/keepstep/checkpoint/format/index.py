@@ -14,7 +14,7 @@ import msgspec
 
 from keepstep.checkpoint.format.boxes import Mesh, shard_dim
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
-from keepstep.checkpoint.format.plan import TensorMeta
+from keepstep.checkpoint.format.plan import EVEN_SPLIT, LARGE_SHARES, TensorMeta
 from keepstep.records.errors import ConfigError, VerificationError
 
 RANK_PREFIX = "rank"
@@ -30,7 +30,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """`keepstep.index/1`.
 
     `aliases`: name to the tensor that holds its bytes; `values`: forms of format.values; `meshes`: what tensors that are not plain
-    lie on.
+    lie on; `split`: the rule by which replicas share what they write (format.plan).
     """
 
     schema: str = "keepstep.index/1"
@@ -39,6 +39,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
     values: dict[str, Any]
     meshes: tuple[Mesh, ...] = ()
+    split: int = EVEN_SPLIT
 
 
 class RankValues(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +116,8 @@ def parse_index(data: bytes | memoryview, what: str, *, data_bytes: int) -> Inde
         raise VerificationError(
             f"{what}: schema {index.schema!r} with world {index.world} is not one this version can read"
         )
+    if index.split not in (EVEN_SPLIT, LARGE_SHARES):
+        raise VerificationError(f"{what}: split {index.split} is not one this version can read")
     for number, mesh in enumerate(index.meshes):
         ranks = mesh.ranks or range(mesh.size)
         if (

@@ -120,6 +120,9 @@ MIN_SHARE_BYTES = 16 << 20
 Otherwise the step counts of an optimizer would be spread over all files, and every rank would read a block of each.
 """
 
+EVEN_SPLIT, LARGE_SHARES = 0, 1
+"""Rules of the split, as the index names them: every replica writes its share (the first files), or MIN_SHARE_BYTES holds."""
+
 _Class = tuple[int | None, tuple[str, ...]]
 
 
@@ -132,12 +135,19 @@ class _Run(msgspec.Struct, frozen=True):
 
 
 class Plan:
-    """The split of `tensors` over the files of `world_size` ranks."""
+    """The split of `tensors` over the files of `world_size` ranks, by rule `split`."""
 
-    def __init__(self, tensors: Mapping[str, TensorMeta], meshes: Sequence[Mesh], world_size: int) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorMeta],
+        meshes: Sequence[Mesh],
+        world_size: int,
+        split: int = LARGE_SHARES,
+    ) -> None:
         self.tensors = tensors
         self.meshes = meshes
         self.world_size = world_size
+        self._split = split
         self._everybody = Mesh((world_size,))
         self._names: dict[_Class, list[str]] = {}
         for name in sorted(tensors):
@@ -164,7 +174,9 @@ class Plan:
             for name in self._names[kind]:
                 begins[name] = at
                 at += self._box(name, shards).elements * ITEM_BYTES[self.tensors[name].dtype]
-            writers = max(1, min(self._replicas(kind)[1], at // MIN_SHARE_BYTES))
+            writers = self._replicas(kind)[1]
+            if self._split == LARGE_SHARES:
+                writers = max(1, min(writers, at // MIN_SHARE_BYTES))
             held = self._runs[kind, shards] = _Run(begins, at, writers)
         return held
 

@@ -54,7 +54,7 @@ class Contents:
                 raise VerificationError(
                     f"{INDEX_NAME}: speaks of {self.index.world} ranks, the manifest of {facts.world}"
                 )
-            self.plan = Plan(self.index.tensors, self.index.meshes, self.index.world)
+            self.plan = Plan(self.index.tensors, self.index.meshes, self.index.world, self.index.split)
         except BaseException:
             self.close()
             raise

@@ -17,7 +17,7 @@ from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.image import image_layout, tensor_table
 from keepstep.checkpoint.format.index import RANK_PREFIX, RNG_ABSENT, Index, RankValues
 from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName, rank_file_name
-from keepstep.checkpoint.format.plan import Chunk, Plan, TensorMeta
+from keepstep.checkpoint.format.plan import LARGE_SHARES, Chunk, Plan, TensorMeta
 from keepstep.checkpoint.format.values import TAG, encode
 from keepstep.checkpoint.restore.vote import Life
 from keepstep.checkpoint.save.commit import commit, writer_facts
@@ -259,7 +259,7 @@ def index_of(told: Sequence[Sequence[dict[str, Any]]]) -> tuple[Index, list[File
     known = {name: form if form is None or _is_plain_list(form) else _Form(form) for name, form in leaves.items()}
     nested = nest(known, paths, "str", [])
     values = {name: encode(value, name, _formed) for name, value in nested.items()}
-    return Index(world=len(told), tensors=metas_of(parts), aliases={}, values=values), files
+    return Index(world=len(told), tensors=metas_of(parts), aliases={}, values=values, split=LARGE_SHARES), files
 
 
 class _Form:

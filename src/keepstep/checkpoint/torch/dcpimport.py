@@ -15,7 +15,7 @@ import msgspec
 from keepstep.checkpoint.format.image import tensor_table
 from keepstep.checkpoint.format.index import RNG_ABSENT, Index, RankValues, check_state_name
 from keepstep.checkpoint.format.layout import INDEX_NAME, FolderName
-from keepstep.checkpoint.format.plan import Piece, Plan, TensorMeta
+from keepstep.checkpoint.format.plan import LARGE_SHARES, Piece, Plan, TensorMeta
 from keepstep.checkpoint.format.values import TAG, encode
 from keepstep.checkpoint.save.commit import commit, writer_facts
 from keepstep.checkpoint.save.streamed import Part, put_image
@@ -103,7 +103,7 @@ def import_dcp(source: Path, root: Root, name: FolderName, signer: Signer | None
         put_image(root, folder, rank, options.world, tensor_table(plan, {}, rank), blob, state.bytes_of)
         for rank in range(options.world)
     ]
-    index = Index(world=options.world, tensors=state.tensors, aliases={}, values=state.values)
+    index = Index(world=options.world, tensors=state.tensors, aliases={}, values=state.values, split=LARGE_SHARES)
     files.append(root.put_file(folder, INDEX_NAME, [msgspec.json.encode(index)]))
     facts = writer_facts(
         name,

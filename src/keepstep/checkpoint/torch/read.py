@@ -120,7 +120,7 @@ def read_checkpoint(source: Source, folder: str, manifest_digest: str | None, wa
         check_names(want.state, [*index.values, *_own_names(files, names, want)], folder)
         live = survey(want.state, want.per_rank, rank=want.rank, world_size=want.world_size)
         wanted = targets(index, want.state, live, want.rank, folder)
-        plan = Plan(index.tensors, index.meshes, index.world)
+        plan = Plan(index.tensors, index.meshes, index.world, index.split)
         landings, takes = [], dict[int, list[Take]]()
         for group in _by_state(wanted).values():
             boxes = {name: wanted[name].box for name in group}
