@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from keepstep.checkpoint.format.layout import MARKER_SIGNED, FolderName
+from keepstep.checkpoint.format.layout import FolderName
 from keepstep.checkpoint.keeping.pins import read_pin
 from keepstep.checkpoint.restore.freshness import judge
 from keepstep.checkpoint.restore.lineage import list_checkpoints
@@ -185,7 +186,7 @@ class TestRollback:
         from keepstep.checkpoint.trust.rollback import how_to_allow
 
         mark = self.newest(root)
-        (root / folder(3) / MARKER_SIGNED).unlink()
+        shutil.rmtree(root / folder(3))
         assert self.judge(root, 2, mark) == "refuse"
         found = list_checkpoints(PosixRoot(root), trusted_key=trusted_public_key())
         manifest = next(entry.manifest for entry in found if entry.name.step == 2)
