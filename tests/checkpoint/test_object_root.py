@@ -17,7 +17,8 @@ from tests.checkpoint.support import run_ranks
 from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, MARKER_UNSIGNED, FolderName, rank_file_name
 from keepstep.checkpoint.restore.lineage import list_checkpoints
 from keepstep.checkpoint.restore.quarantine import QuarantineRecord, quarantined, write_quarantine
-from keepstep.checkpoint.restore.verify import check_file, check_files, read_manifest, read_verified, verify_checkpoint
+from keepstep.checkpoint.restore.reader import VerifiedFile
+from keepstep.checkpoint.restore.verify import check_file, check_files, read_manifest, verify_checkpoint
 from keepstep.checkpoint.save.commit import writer_facts
 from keepstep.checkpoint.storage import objects
 from keepstep.checkpoint.storage.objects import CLAIMS, data_key, data_prefix
@@ -56,7 +57,7 @@ def test_what_was_written_is_what_is_read(s3: S3) -> None:
     assert entry.candidate and entry.manifest == manifest
     files = {file.name: file for file in manifest.files}
     check_file(root, folder, files[INDEX_NAME])
-    assert bytes(read_verified(root, folder, files[FILE])) == noise(3000)
+    assert bytes(VerifiedFile.by_fact(root.open(folder, FILE), files[FILE]).read(0, 3000)) == noise(3000)
     opened = root.open(folder, FILE)
     part = bytearray(50)
     opened.read_into(memoryview(part), 77)

@@ -5,16 +5,13 @@ The signature is checked first, then every byte before it is used; nothing is lo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 
 from keepstep.checkpoint.format.boxes import Box
-from keepstep.checkpoint.format.index import BLOB_NAME, Index, RankValues, parse_index, parse_rank_values
-from keepstep.checkpoint.format.layout import INDEX_NAME, rank_file_name
-from keepstep.checkpoint.format.plan import Plan
-from keepstep.checkpoint.format.shard import Span
+from keepstep.checkpoint.format.index import RankValues
+from keepstep.checkpoint.restore.files import CheckpointFiles
 from keepstep.checkpoint.restore.lineage import list_checkpoints
-from keepstep.checkpoint.restore.reader import Landing, VerifiedFile, allocate, land, read_all
+from keepstep.checkpoint.restore.reader import Landing, allocate, land, read_all
 from keepstep.checkpoint.restore.verify import check_files, check_marker
 from keepstep.checkpoint.storage.source import Source
 from keepstep.checkpoint.trust.manifest import Manifest
@@ -28,54 +25,14 @@ class Contents:
     def __init__(self, source: Source, folder: str, manifest: Manifest) -> None:
         """`manifest` is one whose signature was checked. Raises VerificationError or StorageError."""
         check_files(source, folder, manifest)
-        facts = manifest.facts
-        listed = {file.name: file for file in manifest.files}
-        names = (
-            []
-            if facts is None
-            else [rank_file_name(rank, facts.world) for rank in range(min(facts.world, len(listed)))]
-        )
-        if facts is None or set(listed) != {INDEX_NAME, *names} or len(names) != facts.world:
-            raise VerificationError(f"{folder}: the manifest does not list an index and one file for each rank")
-        self.folder = folder
         self.manifest = manifest
-        self.facts = facts
-        self.names = names
-        self._source = source
-        self._listed = listed
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, VerifiedFile] = {}
-        self._spans: dict[str, dict[str, Span]] = {}
-        try:
-            file = self._file(INDEX_NAME)
-            data_bytes = sum(max(0, listed[name].size_bytes) for name in names)
-            self.index: Index = parse_index(file.read(0, file.opened.size_bytes), INDEX_NAME, data_bytes=data_bytes)
-            if self.index.world != facts.world:
-                raise VerificationError(
-                    f"{INDEX_NAME}: speaks of {self.index.world} ranks, the manifest of {facts.world}"
-                )
-            self.plan = Plan(self.index.tensors, self.index.meshes, self.index.world, self.index.split)
-        except BaseException:
-            self.close()
-            raise
+        self._files = CheckpointFiles(source, folder, manifest)
+        self.folder, self.facts, self.names = folder, self._files.facts, self._files.names
+        self.index, self.plan = self._files.index, self._files.plan
 
     def close(self) -> None:
         """Let go of its files. Safe to call twice."""
-        self._stack.close()
-
-    def _file(self, name: str) -> VerifiedFile:
-        held = self._files.get(name)
-        if held is None:
-            opened = self._source.open(self.folder, name)
-            self._stack.callback(opened.close)
-            held = self._files[name] = VerifiedFile.by_fact(opened, self._listed[name])
-        return held
-
-    def _header(self, rank: int) -> Mapping[str, Span]:
-        name = self.names[rank]
-        if name not in self._spans:
-            self._spans[name] = self._file(name).header()
-        return self._spans[name]
+        self._files.close()
 
     def read(
         self, wanted: Mapping[str, Box], *, threads: int = 2, room_for: Callable[[int], memoryview] = allocate
@@ -85,18 +42,14 @@ class Contents:
         Only blocks that hold some of them are read. Parts that are left in `Landing.strided` have yet to be put in place.
         Raises VerificationError or StorageError.
         """
-        landing, takes = land(self.plan, wanted, self._header, lambda rank: self.names[rank], room_for=room_for)
-        jobs = [(self._file(self.names[rank]), of_rank) for rank, of_rank in sorted(takes.items())]
+        landing, takes = land(self.plan, wanted, self._files.header_of, self._files.name_of, room_for=room_for)
+        jobs = [(self._files.file(self.names[rank]), of_rank) for rank, of_rank in sorted(takes.items())]
         read_all(jobs, threads=threads)
         return landing
 
     def own_values(self, rank: int) -> RankValues:
         """What rank `rank` alone has. Raises VerificationError or StorageError."""
-        name, blob = self.names[rank], self._header(rank).get(BLOB_NAME)
-        if blob is None or blob.dtype != "U8":
-            raise VerificationError(f"{name}: has no values of its rank")
-        file = self._file(name)
-        return parse_rank_values(file.read(blob.begin, blob.end), name, data_bytes=file.opened.size_bytes)
+        return self._files.own_values(self.names[rank])
 
 
 def open_contents(source: Source, folder: str, policy: TrustPolicy) -> Contents:

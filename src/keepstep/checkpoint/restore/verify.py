@@ -19,7 +19,7 @@ from keepstep.checkpoint.format.layout import INDEX_NAME, MARKER_SIGNED, parse_f
 from keepstep.checkpoint.format.shard import parse_header
 from keepstep.checkpoint.restore.damage import find_damage
 from keepstep.checkpoint.storage.posix import PosixFile
-from keepstep.checkpoint.storage.readahead import read_ahead, room
+from keepstep.checkpoint.storage.readahead import read_ahead
 from keepstep.checkpoint.storage.source import Opened, Source
 from keepstep.checkpoint.storage.writer import FileFact
 from keepstep.checkpoint.trust.manifest import Manifest, parse_manifest
@@ -154,25 +154,6 @@ def _check_size(file: FileFact, opened: Opened) -> None:
 def _compare(name: str, digest: str, expected: str) -> None:
     if digest != expected:
         raise VerificationError(f"{name}: SHA-256 is {digest[:16]}..., the manifest says {expected[:16]}...")
-
-
-def read_verified(source: Source, folder: str, file: FileFact) -> memoryview:
-    """All bytes of `file`, in memory, after their SHA-256 was compared. Raises VerificationError or StorageError.
-
-    For tools that look at a whole file; a restore reads ranges, block by block (keepstep.checkpoint.restore.reader).
-    """
-    opened = source.open(folder, file.name)
-    try:
-        _check_size(file, opened)
-        buffer, digest = room(opened.size_bytes), hashlib.sha256()
-        for begin in range(0, len(buffer), CHUNK_BYTES):
-            chunk = buffer[begin : begin + CHUNK_BYTES]
-            opened.read_into(chunk, begin)
-            digest.update(chunk)
-        _compare(file.name, digest.hexdigest(), file.sha256)
-        return buffer
-    finally:
-        opened.close()
 
 
 def check_file(

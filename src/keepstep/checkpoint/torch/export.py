@@ -34,7 +34,6 @@ from keepstep.checkpoint.torch.flat import Flat, flatten, read_bytes, read_value
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.errors import ConfigError, StorageError
 
-DEFAULT_SHARD_BYTES = 5_000_000_000
 INDEX_FILE = "model.safetensors.index.json"
 
 

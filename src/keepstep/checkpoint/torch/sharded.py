@@ -85,11 +85,6 @@ def check_local(value: Any, mesh: Mesh, texts: tuple[str, ...], rank: int, path:
     return box
 
 
-def like(value: Any, local: torch.Tensor, shape: tuple[int, ...]) -> Any:
-    """`local` as this rank's part of a DTensor of `shape` that lies as `value` does."""
-    return make(local, value.device_mesh, value.placements, shape)
-
-
 def make(local: torch.Tensor, device_mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> Any:
     """A DTensor of global `shape` from this rank's part. It has the device of the mesh."""
     from torch.distributed.tensor import DTensor
