@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from keepstep.checkpoint.format.blocks import hash_block
-from keepstep.records.errors import ConfigError, VerificationError
+from keepstep.records.errors import VerificationError
 
-_OF_ALGORITHM = {"xxh3-128": "xxh3_128-16m", "sha256": "sha256-16m"}
+_ALGORITHMS = {"xxh3_128-16m": "xxh3-128", "sha256-16m": "sha256"}
+_METHODS = {algorithm: method for method, algorithm in _ALGORITHMS.items()}
 _HEX_DIGITS = {"xxh3_128-16m": 32, "sha256-16m": 64, "sha256": 64}
 
 
@@ -40,30 +41,15 @@ def fingerprint(blocks: Iterable[Any], method: str = "xxh3_128-16m") -> str:
         for block in blocks:
             whole.update(block)
         return f"{method}:{whole.hexdigest()}"
-    digest = _xxh3() if method == "xxh3_128-16m" else _sha256
-    digests = b"".join(map(digest, blocks))
-    return f"{method}:{digest(digests).hex()}"
+    algorithm = _ALGORITHMS[method]
+    return of_blocks(algorithm, b"".join(hash_block(memoryview(block), algorithm)[0] for block in blocks))
 
 
 def of_blocks(algorithm: str, digests: bytes) -> str:
     """Fingerprint of an image from the digests of its blocks by `algorithm` (format.blocks), one after the other."""
-    return f"{_OF_ALGORITHM[algorithm]}:{hash_block(memoryview(digests), algorithm)[0].hex()}"
+    return f"{_METHODS[algorithm]}:{hash_block(memoryview(digests), algorithm)[0].hex()}"
 
 
 def same_method(text: str) -> str:
     """The method of a fingerprint that `check_text` accepted."""
     return text.partition(":")[0]
-
-
-def _sha256(block: Any) -> bytes:
-    return hashlib.sha256(block).digest()
-
-
-def _xxh3() -> Any:
-    try:
-        import xxhash
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "xxh3_128-16m fingerprints need the package xxhash; install it with: pip install 'keepstep[checkpoint]'"
-        ) from None
-    return xxhash.xxh3_128_digest
