@@ -42,8 +42,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One event. `kind` is dotted (CONTRACT section 4); `signature` names the catalog entry that explains it.
 
-    `time_ns`: UTC, None when the source gives none. `boot_ns`: since the boot of its node, where the source tells. `order`: position
-    in its source, which orders events without times. `seq`: sequence number within `boot_id`, for deduplication.
+    `time_ns`: UTC, None when the source gives none. `boot_ns`: since the boot of its node, where the source tells. `order`:
+    position in its source, which orders events without times. `seq`: sequence number within `boot_id`, for deduplication.
     A storm is one event: `count` of them from `time_ns` to `last_ns`.
     `rank` is the rank that reports. A rank that is reported about is in `attrs["about_rank"]`.
     """

@@ -13,9 +13,7 @@ CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
 
 Tier = Literal["certain", "probable", "possible", "unknown"]
 
-Action = Literal[
-    "none", "restart_job", "fail_fast", "cordon_node", "drain_at_checkpoint", "reset_gpu", "ask_human"
-]
+Action = Literal["none", "restart_job", "fail_fast", "cordon_node", "drain_at_checkpoint", "reset_gpu", "ask_human"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 NODE_ACTIONS: frozenset[str] = frozenset({"cordon_node", "drain_at_checkpoint", "reset_gpu"})
 """Actions that take hardware out of service."""

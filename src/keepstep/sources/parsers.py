@@ -1,0 +1,18 @@
+"""Parsers of whole documents: outputs of tools, records of schedulers. Each tells by itself whether a document is its own.
+
+A parser is a function `(document, catalog) -> list[Event] | None`: None when the document is not its own. It never raises on any
+input. It is listed here, in the order they are asked. Lines are still matched one by one afterwards, whatever a parser says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+from keepstep.sources.documents import Document
+
+Parser = Callable[[Document, Catalog], list[Event] | None]
+
+PARSERS: tuple[tuple[str, Parser], ...] = ()
+"""Name and function."""

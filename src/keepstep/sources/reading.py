@@ -1,0 +1,66 @@
+"""Paths -> events: finds what is there, reads it as what it is, and says what it could not read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from keepstep.catalog.load import Catalog
+from keepstep.catalog.matcher import Matcher
+from keepstep.records.event import Event
+from keepstep.sources.documents import split
+from keepstep.sources.parsers import PARSERS
+from keepstep.sources.textlines import line_events
+
+
+class Used(NamedTuple):
+    """A document that was read, as what, and how many events it gave."""
+
+    path: str
+    title: str
+    read_as: str
+    events: int
+
+
+class Reading(NamedTuple):
+    """Events in the order they were found; what they came from; what could not be read and why."""
+
+    events: list[Event]
+    used: list[Used]
+    unreadable: list[str]
+
+
+def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher) -> Reading:
+    """Everything that one text tells."""
+    events: list[Event] = []
+    used: list[Used] = []
+    for document in split(path, text):
+        found = list(line_events(document, matcher, catalog))
+        read_as = "log lines"
+        for name, parse in PARSERS:
+            parsed = parse(document, catalog)
+            if parsed is not None:
+                found, read_as = parsed + found, name
+                break
+        events += found
+        used.append(Used(path, document.title, read_as, len(found)))
+    return Reading(events, used, [])
+
+
+def read_paths(paths: Sequence[str], catalog: Catalog) -> Reading:
+    """Everything that files and folders tell. A file that cannot be read is named in `unreadable`; the others are read."""
+    matcher = Matcher(catalog)
+    whole = Reading([], [], [])
+    for name in paths:
+        top = Path(name)
+        for path in sorted(p for p in top.rglob("*") if p.is_file()) if top.is_dir() else [top]:
+            try:
+                text = path.read_text(errors="replace")
+            except OSError as error:
+                whole.unreadable.append(f"{path}: {error.strerror}")
+                continue
+            one = read_text(str(path), text, catalog, matcher)
+            whole.events.extend(one.events)
+            whole.used.extend(one.used)
+    return whole
