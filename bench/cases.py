@@ -1,7 +1,7 @@
 """How often the verdict on recorded cases is the one that was established: class, action, and what must never happen.
 
-A case is a text as a tool would get it, with the cause that people found in the end. FILE has one JSON object a line; the default is
-cases/dev.jsonl under KEEPSTEP_SHARED. The text goes through the same reading as `keepstep why FILE`.
+A case is a text as a tool would get it, with the cause that people found in the end. FILE has one JSON object a line; without it,
+cases/dev.jsonl under KEEPSTEP_SHARED is taken. The text goes through the same reading as `keepstep why FILE`.
 """
 
 from __future__ import annotations
