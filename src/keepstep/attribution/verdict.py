@@ -60,7 +60,7 @@ def judge(
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
     for rule in RULES:
-        live += rule(live, catalog)
+        live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
     stale = [e for e in marked if e.stale is not None]
     live = sorted((e for e in marked if e.stale is None), key=canonical)
