@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from keepstep.attribution.act import Choice, choose
-from keepstep.attribution.causes import Seen, first_of, grouped, with_explanations
+from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, with_explanations
 from keepstep.attribution.current import cleared, stops, survivors
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
@@ -28,8 +28,6 @@ from keepstep.records.verdict import CLASSES, Alternative, Bearing, Entity, Faul
 
 LEAST_ALTERNATIVE = 0.02
 """Probability under which another class is not worth a line."""
-
-FAILING = ("root", "cascade", "symptom")
 
 
 class Judgement(NamedTuple):
