@@ -29,8 +29,12 @@ _NVLINK5 = re.compile(
 _NVLINK_74 = re.compile(r"\b[lL]ink (?P<link>\d+) ?\((?P<registers>0x[0-9a-fA-F]+(?:, ?0x[0-9a-fA-F]+)*)")
 _LINK = re.compile(r"\b[lL]ink (?P<link>\d+)")
 _SM = re.compile(r"\(GPC (?P<gpc>\d+), TPC (?P<tpc>\d+)(?:, SM (?P<sm>\d+))?\)")
-_FUNCTION = re.compile(r"from GPU(?P<gpu>\d+) GSP! Expected function (?P<function>\d+) \((?P<function_name>\w+)\)")
+_FUNCTION = re.compile(r"from GPU(?P<rm_gpu>\d+) GSP! Expected function (?P<function>\d+) \((?P<function_name>\w+)\)")
 _SXID_WORD = re.compile(r"\b(?P<fatal>Fatal|Non-fatal|Nonfatal)\b")
+
+
+ADDRESSES = ("bdf", "pci", "nic", "device")
+"""Groups that hold a PCI address: `bdf` of a GPU, the others of other devices or the name of one."""
 
 
 def pci_address(text: str) -> str:
@@ -57,8 +61,7 @@ def resolve(
 
     PCI addresses are normalised either way.
     """
-    if "bdf" in groups:
-        groups = groups | {"bdf": pci_address(groups["bdf"])}
+    groups = groups | {name: pci_address(groups[name]) for name in ADDRESSES if name in groups}
     prefix = signature.by_code
     if not prefix or prefix not in groups:
         return signature, groups
@@ -78,7 +81,8 @@ def xid_details(code: str, detail: str) -> dict[str, str]:
     """What the text after the code says, as far as it is there.
 
     pid, name; cause_xid (an Xid 45 that another one caused); rst, drst ("Yes", "No"); link, registers; unit, fatal ("yes", "no"),
-    bucket (NVIDIA's, by the registers) of 144 to 150; gpc, tpc, sm of 13; recovery_action of 154; variant of the entry.
+    bucket (NVIDIA's, by the registers) of 144 to 150; gpc, tpc, sm of 13;
+    rm_gpu (the driver's own number of the GPU), function of 119; recovery_action of 154; variant of the entry.
     """
     found: dict[str, str] = {}
     for pattern in (_PID, _CAUSE, _RESET, _LINK, _SM, _FUNCTION):
