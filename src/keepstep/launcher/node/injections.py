@@ -50,7 +50,8 @@ def report_xid(injection: Injection, say: Callable[[str], None]) -> None:
     code, pci = injection.code, injection.pci or NO_GPU_PCI
     line = f"NVRM: Xid (PCI:{pci}): {code}, pid='<unknown>', name=<unknown>, injected by keepstep"
     path = kmsg_path()
-    say(f"injecting xid: {line!r} into {path}")
+    # Not the line itself: this text is in a log that may be read for what it says.
+    say(f"injecting xid {code} of {pci} into {path}")
     try:
         # A fifo that nobody reads must not stop the launcher. O_APPEND: a file that stands for the log keeps what it has.
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
