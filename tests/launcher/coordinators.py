@@ -59,7 +59,7 @@ class Served:
         self.clients: list[Client] = []
         make_run_dir(self.run_dir)
         make_folder_id(self.run_dir)
-        given = {
+        given: dict[str, Any] = {
             "run_id": RUN,
             "run_dir": str(self.run_dir),
             "node": "a",
