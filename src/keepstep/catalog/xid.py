@@ -1,28 +1,26 @@
-"""What is known of NVIDIA's Xid codes (GPU) and SXid codes (NVSwitch), and the catalog entries made from it.
+"""What is known of NVIDIA's Xid codes, and the catalog entries made from it.
 
-Facts: `data/xid.csv`, one row a code, with what other tools do about it. Judgement: `data/xid_policy.toml`, by family of codes, code
-and variant. Together they make the entries `xid.<code>`, `xid.<code>.<variant>` and `sxid.<code>`.
+Facts: `data/xid.csv`, one row a code, with what other tools do about it. Judgement: `data/xid_policy.toml`, by family of codes,
+by code, by variant of a code. Together they make the entries `xid.<code>` and `xid.<code>.<variant>`.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from typing import Any
 
 import msgspec
 
 from keepstep.catalog.signature import Signature
+from keepstep.catalog.tables import data_text, rows
 
 NVLINK5_CODES = range(144, 151)
 """Codes whose meaning is in the registers printed with them (Blackwell and later)."""
 RECOVERY_ACTIONS = ("none", "reset", "reboot", "drain_p2p", "drain_and_reset")
 """What Xid 154 asks for, by its number (NVML's nvmlDeviceGpuRecoveryAction_t)."""
 UNKNOWN = "xid.unknown"
-SXID_UNKNOWN = "sxid.unknown"
 
 
 class XidFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,41 +45,11 @@ class XidFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
-class SxidFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of sxid.csv."""
-
-    sxid: int
-    name: str
-    potential_fatal: str
-    always_fatal: str
-    gpud_event: str
-    gpud_repair: str
-    version: str
-    source: str
-
-
-def data_text(name: str) -> str:
-    """A file of `data/`."""
-    return (resources.files("keepstep.catalog") / "data" / name).read_text(encoding="utf-8")
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    """The rows of a table of `data/`."""
-    return list(csv.DictReader(data_text(name).splitlines()))
-
-
 @functools.cache
 def xid_facts() -> Mapping[int, XidFacts]:
     """All codes of the table."""
     found = msgspec.convert(rows("xid.csv"), list[XidFacts], strict=False)
     return {fact.xid: fact for fact in found}
-
-
-@functools.cache
-def sxid_facts() -> Mapping[int, SxidFacts]:
-    """All NVSwitch codes of the table."""
-    found = msgspec.convert(rows("sxid.csv"), list[SxidFacts], strict=False)
-    return {fact.sxid: fact for fact in found}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from keepstep.catalog.coded import pci_address
 from keepstep.catalog.load import Catalog
-from keepstep.records.event import Event, Evidence, Gpu, bounded
+from keepstep.records.event import Event, Evidence, Gpu, TimeQuality, bounded
 from keepstep.sources.documents import Document, Line
 
 LINE_LIMIT = 2000
@@ -43,6 +43,8 @@ def node_of(document: Document, line: Line | None = None) -> str | None:
     """The machine that a line is from: its own prefix, or a name with a digit after "on", "node" or "host" in the title."""
     if line is not None and line.node:
         return line.node
+    if document.node:
+        return document.node
     match = _NODE.search(document.title)
     return match["node"] if match is not None else None
 
@@ -96,7 +98,9 @@ def make(
 ) -> Event:
     """An event of an entry of the catalog, seen in a line (None: in the document as a whole)."""
     entry = catalog[signature]
-    time_ns = time_ns if time_ns is not None or line is None else line.time_ns
+    quality: TimeQuality = "zone_assumed"
+    if time_ns is None:
+        time_ns, quality = (None, "none") if line is None else (line.time_ns, line.time_quality)
     return Event(
         kind=entry.kind,
         signature=entry.id,
@@ -104,7 +108,7 @@ def make(
         source=document.title or "snapshot",
         order=0 if line is None else line.number,
         time_ns=time_ns,
-        time_quality="none" if time_ns is None else "zone_assumed",
+        time_quality=quality,
         node=node or node_of(document, line),
         gpu=gpu,
         nic=nic,
