@@ -15,5 +15,20 @@ from keepstep.sources.ownrecords import parse_own_records
 
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
-PARSERS: tuple[tuple[str, Parser], ...] = (("keepstep record", parse_own_records),)
+PARSERS: tuple[tuple[str, Parser], ...] = (
+    ("keepstep record", parse_own_records),
+    ("nvidia-smi -q", smi_full.parse),
+    ("nvidia-smi", smi_table.parse),
+    ("nvidia-smi csv", smi_csv.parse),
+    ("nvlink", nvlink.parse),
+    ("dcgmi", dcgm.parse),
+    ("metrics", prometheus.parse),
+    ("ports", ports.parse),
+    ("port counters", port_counters.parse),
+    ("lspci", lspci.parse),
+    ("ncclras", ncclras.parse),
+    ("machine", machine.parse),
+    ("bandwidth test", bandwidth.parse),
+    ("table", tables.parse),
+)
 """Name and function."""
