@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import re2
 
+from keepstep.catalog.coded import resolve
 from keepstep.catalog.signature import Signature
 
 
 class Match(NamedTuple):
-    """A signature that a line has, and the named groups of its pattern that took part."""
+    """A signature that a line has, the named groups of its pattern that took part, and what was decoded from them."""
 
     signature: Signature
     groups: dict[str, str]
@@ -21,7 +22,8 @@ class Matcher:
     """All patterns of some signatures, compiled."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
-        self._patterns = [(s, re2.compile(p)) for s in signatures for p in s.pattern]
+        self._by_id = {s.id: s for s in signatures}
+        self._patterns = [(s, re2.compile(p)) for s in self._by_id.values() for p in s.pattern]
         self._set = re2.Set.SearchSet()
         for _, pattern in self._patterns:
             self._set.Add(pattern.pattern)
@@ -35,5 +37,5 @@ class Matcher:
             match = None if signature.id in found else pattern.search(line)
             if match is not None:
                 groups = {k: v for k, v in match.groupdict().items() if v is not None}
-                found[signature.id] = Match(signature, groups)
+                found[signature.id] = Match(*resolve(signature, groups, self._by_id))
         return list(found.values())
