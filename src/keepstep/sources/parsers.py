@@ -12,6 +12,21 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
 from keepstep.sources.ownrecords import parse_own_records
+from keepstep.sources.snapshots import (
+    bandwidth,
+    dcgm,
+    lspci,
+    machine,
+    ncclras,
+    nvlink,
+    port_counters,
+    ports,
+    prometheus,
+    smi_csv,
+    smi_full,
+    smi_table,
+    tables,
+)
 
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
