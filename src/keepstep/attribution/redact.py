@@ -55,7 +55,18 @@ KEPT_NAMES = frozenset(
 )  # fmt: skip
 """Words of the trade that stand in such places and name nobody."""
 
-KEPT_ROOTS = ("/dev/", "/proc/", "/sys/", "/usr/lib/", "/usr/bin/", "/usr/local/cuda", "/var/log/", "/lib/modules/", "/bin/", "/run/")
+KEPT_ROOTS = (
+    "/dev/",
+    "/proc/",
+    "/sys/",
+    "/usr/lib/",
+    "/usr/bin/",
+    "/usr/local/cuda",
+    "/var/log/",
+    "/lib/modules/",
+    "/bin/",
+    "/run/",
+)
 """Paths that are alike on every machine and tell nothing of a site."""
 
 _SECRETS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -63,7 +74,10 @@ _SECRETS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     for name, pattern in (
         ("private_key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"),
         ("token", r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}"),  # JWT
-        ("token", r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|npm_|pypi-|ya29\.|dop_v1_)[A-Za-z0-9_.-]{10,}"),
+        (
+            "token",
+            r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|npm_|pypi-|ya29\.|dop_v1_)[A-Za-z0-9_.-]{10,}",
+        ),
         ("token", r"\b(?:AKIA|ASIA|AROA)[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}"),
         ("token", r"(?i:\bbearer\s+|\bbasic\s+)[A-Za-z0-9._~+/=-]{8,}"),
         ("credentials", r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),

@@ -18,13 +18,19 @@ class Match(NamedTuple):
     groups: dict[str, str]
 
 
+def _options() -> re2.Options:
+    options = re2.Options()
+    options.max_mem = 256 << 20
+    return options
+
+
 class Matcher:
     """All patterns of some signatures, compiled."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._by_id = {s.id: s for s in signatures}
         self._patterns = [(s, re2.compile(p)) for s in self._by_id.values() for p in s.pattern]
-        self._set = re2.Set.SearchSet()
+        self._set = re2.Set.SearchSet(_options())
         for _, pattern in self._patterns:
             self._set.Add(pattern.pattern)
         self._set.Compile()

@@ -11,6 +11,7 @@ from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources.decoding import open_stream, to_text, what_binary
 from keepstep.sources.documents import split
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.textlines import line_events
 
@@ -39,7 +40,9 @@ def read_text(
     events: list[Event] = []
     used: list[Used] = []
     for document in split(path, text, name=name, latest_ns=latest_ns):
-        found = list(line_events(document, matcher, catalog))
+        monitors = monitor_events(document, catalog)
+        found = [e for e in line_events(document, matcher, catalog) if e.evidence.line not in monitors.claimed]
+        found += monitors.events
         read_as = []
         # Every parser is asked: a paste without marks between its parts holds the output of several tools.
         for parser, parse in PARSERS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.monitors import latched
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -19,4 +20,5 @@ Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 RULES: tuple[Rule, ...] = (
     common_cause,
     late_ranks,
+    latched,
 )

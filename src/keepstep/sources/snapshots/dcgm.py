@@ -136,7 +136,10 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
     if isinstance(status, str) and name:
         ids = node.get("gpu_ids", node.get("gpu_id", node.get("entity_id")))
         gpus = tuple(int(i) for i in re.findall(r"\d{1,3}", str(ids))[:64]) if ids is not None else ()
-        messages = [m.get("warning", "") if isinstance(m, dict) else str(m) for m in _list(node.get("warnings", node.get("warning")))]
+        messages = [
+            m.get("warning", "") if isinstance(m, dict) else str(m)
+            for m in _list(node.get("warnings", node.get("warning")))
+        ]
         yield Finding(name, status.lower(), gpus, "; ".join(str(m) for m in messages), line, False)
     value = node.get("value")
     children = node.get("children")
@@ -145,7 +148,11 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
         yield Finding(name, value.lower(), () if gpu is None else (gpu,), told, line, True)
     for key, child in node.items():
         index = int(key) if isinstance(key, str) and key.isdigit() and len(key) < 4 else gpu
-        inner = key if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"} else name
+        inner = (
+            key
+            if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"}
+            else name
+        )
         if isinstance(child, dict | list):
             yield from _walk(child, str(inner), index, line, depth + 1)
 

@@ -52,8 +52,7 @@ _REASON_FIELDS = tuple(
         f"reason_{name}",
         "flag",
         tuple(f"clocks_{word}_reasons.{q}" for word in ("event", "throttle") for q in queries),
-        tuple(f"Clocks {word} Reasons > {label}" for word in ("Event", "Throttle"))
-        + (f"HW Slowdown > {label}", label),
+        tuple(f"Clocks {word} Reasons > {label}" for word in ("Event", "Throttle")) + (f"HW Slowdown > {label}", label),
     )
     for name, (queries, label) in _REASON_WORDS.items()
 )

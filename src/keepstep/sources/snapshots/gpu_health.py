@@ -132,9 +132,11 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "gpu.hw_slowdown",
         "reason_hw_slowdown",
-        lambda s: s.levels.get("reason_hw_slowdown") is True
-        and not s.levels.get("reason_hw_thermal")
-        and not s.levels.get("reason_hw_power_brake"),
+        lambda s: (
+            s.levels.get("reason_hw_slowdown") is True
+            and not s.levels.get("reason_hw_thermal")
+            and not s.levels.get("reason_hw_power_brake")
+        ),
     ),
     Check("gpu.sw_thermal", "reason_sw_thermal", _flag("reason_sw_thermal")),
     Check("gpu.power_limit_low", "power_limit", _low_limit),

@@ -43,7 +43,9 @@ class Device(NamedTuple):
             return "bridge"
         if "nvidia" in text and ("3d controller" in text or "vga" in text or "controller" in self.kind.lower()):
             return "gpu"
-        if any(word in text for word in ("mellanox", "connectx", "infiniband", "ethernet controller", "network controller")):
+        if any(
+            word in text for word in ("mellanox", "connectx", "infiniband", "ethernet controller", "network controller")
+        ):
             return "nic"
         return "other"
 
@@ -77,7 +79,7 @@ def _events(device: Device, document: Document, catalog: Catalog) -> Iterator[Ev
     head = f"{device.kind} {device.name}".strip()[:120]
     capable: re.Match[str] | None = None
     for line in device.lines:
-        if line is device.line and "(rev ff)" in line.text or "Unknown header type" in line.text:
+        if (line is device.line and "(rev ff)" in line.text) or "Unknown header type" in line.text:
             signature = "gpu.lost" if device.what == "gpu" else "pcie.device_lost"
             yield make(catalog, signature, document, line, gpu=gpu, nic=nic, attrs={"bdf": device.bdf, "device": head})
         if match := _CAP.search(line.text):

@@ -28,9 +28,30 @@ _COMPUTE = frozenset({
 })  # fmt: skip
 _TIMED = frozenset({"time", "latency", "elapsed", "duration", "times", "timing"})
 _SCORE = frozenset({"score", "scores", "relative", "perf"})
-_THROUGHPUT = frozenset({"tflops", "tflop", "tf", "gflops", "flops", "tps", "mfu", "throughput", "etpt", "imgs", "rate"})
+_THROUGHPUT = frozenset(
+    {"tflops", "tflop", "tf", "gflops", "flops", "tps", "mfu", "throughput", "etpt", "imgs", "rate"}
+)
 _BANDWIDTH = frozenset({"bw", "busbw", "algbw", "bandwidth", "gbps", "gbs", "gb"})
-_NEVER = frozenset({"timeout", "timestamp", "start", "end", "version", "port", "pid", "size", "count", "lr", "interval", "limit", "threshold", "seq", "eta", "max_time"})
+_NEVER = frozenset(
+    {
+        "timeout",
+        "timestamp",
+        "start",
+        "end",
+        "version",
+        "port",
+        "pid",
+        "size",
+        "count",
+        "lr",
+        "interval",
+        "limit",
+        "threshold",
+        "seq",
+        "eta",
+        "max_time",
+    }
+)
 
 GPU_NAMES = {
     "temp": "temperature", "gtemp": "temperature", "gpu_temp": "temperature", "temperature": "temperature", "temp_c": "temperature",
