@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.gpu_levels import gpu_levels
+from keepstep.attribution.rules.links import links
+from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 
-RULES: tuple[Rule, ...] = (common_cause,)
+RULES: tuple[Rule, ...] = (gpu_levels, links, stragglers, common_cause)
