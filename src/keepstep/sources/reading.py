@@ -40,14 +40,15 @@ def read_text(
     used: list[Used] = []
     for document in split(path, text, name=name, latest_ns=latest_ns):
         found = list(line_events(document, matcher, catalog))
-        read_as = "log lines"
+        read_as = []
+        # Every parser is asked: a paste without marks between its parts holds the output of several tools.
         for parser, parse in PARSERS:
             parsed = parse(document, catalog)
             if parsed is not None:
-                found, read_as = parsed + found, parser
-                break
+                found = parsed + found
+                read_as.append(parser)
         events += found
-        used.append(Used(path, document.title, read_as, len(found)))
+        used.append(Used(path, document.title, ", ".join(read_as) or "log lines", len(found)))
     return Reading(events, used, [])
 
 
