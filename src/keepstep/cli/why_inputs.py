@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import click
 
 from keepstep.attribution.places import UNMAPPED, RankMap, map_of_cycle
 from keepstep.cli.goodput import find_run, read_cycles
@@ -67,7 +66,7 @@ def read_all(paths: Sequence[str], catalog: Catalog) -> Reading:
     whole = read_paths([p for p in paths if p != "-"], catalog)
     if "-" not in paths:
         return whole
-    opened = open_stream(click.get_binary_stream("stdin"))
+    opened = open_stream(sys.stdin.buffer)
     data = b"".join(opened.blocks)
     binary = what_binary(data[:4096])
     whole.unreadable.extend(f"standard input: {n}" for n in (*opened.notes, *([binary] if binary else [])))
