@@ -10,7 +10,7 @@ import click
 
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import moment_ns
-from keepstep.cli.why_inputs import Asked, asked
+from keepstep.cli.why_inputs import Asked, asked, read_all
 from keepstep.records.errors import KeepstepError
 from keepstep.records.exits import EXIT_OK, EXIT_PROBLEM
 
@@ -76,10 +76,9 @@ def judged(question: Asked, since_ns: int | None, until_ns: int | None, explain:
     from keepstep.attribution.verdict import judge
     from keepstep.catalog.load import VERSION, shipped
     from keepstep.records.verdict import verdict_fields
-    from keepstep.sources.reading import read_paths
 
     catalog = shipped()
-    reading = read_paths(question.paths, catalog)
+    reading = read_all(question.paths, catalog)
     if not reading.used:
         because = "; ".join(reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")

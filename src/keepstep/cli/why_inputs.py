@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.attribution.places import UNMAPPED, RankMap, map_of_cycle
 from keepstep.cli.goodput import find_run, read_cycles
@@ -14,6 +15,10 @@ from keepstep.cli.output import NotFoundError
 from keepstep.cli.runs import resolve_run
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError, KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.catalog.load import Catalog
+    from keepstep.sources.reading import Reading
 
 INCIDENT = re.compile(r"INC-\d+")
 WELL_ENDED = frozenset({"succeeded", "success", "finished", None})
@@ -50,6 +55,26 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
     if missing:
         raise NotFoundError(f"no such file or folder: {', '.join(missing)}")
     return Asked(tuple(paths))
+
+
+def read_all(paths: Sequence[str], catalog: Catalog) -> Reading:
+    """What files, folders and standard input ("-", once) tell."""
+    from keepstep.catalog.matcher import Matcher
+    from keepstep.sources.decoding import open_stream, to_text, what_binary
+    from keepstep.sources.reading import read_paths, read_text
+
+    whole = read_paths([p for p in paths if p != "-"], catalog)
+    if "-" not in paths:
+        return whole
+    opened = open_stream(sys.stdin.buffer)
+    data = b"".join(opened.blocks)
+    binary = what_binary(data[:4096])
+    whole.unreadable.extend(f"standard input: {n}" for n in (*opened.notes, *([binary] if binary else [])))
+    if binary is None:
+        one = read_text("standard input", to_text(data), catalog, Matcher(catalog))
+        whole.events.extend(one.events)
+        whole.used.extend(one.used)
+    return whole
 
 
 def is_run_folder(path: Path) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.making import lines_of, node_of
-from keepstep.sources.snapshots.metrics import gpu_level, is_counter, metric_kind
+from keepstep.sources.snapshots.metrics import gpu_level, is_counter, is_speed, metric_kind
 from keepstep.sources.snapshots.port_counters import elapsed_of
 
 ROWS_LIMIT = 20_000
@@ -28,40 +28,18 @@ ENTITIES = {
 }  # fmt: skip
 """Names of columns and keys that say what a row is about."""
 STEPS = frozenset({"step", "iter", "iteration", "window", "round", "epoch", "sample", "time", "timestamp", "ts", "t"})
-SLOWEST = frozenset(
-    {
-        "slowest_rank",
-        "slowest",
-        "slow_rank",
-        "straggler",
-        "slowest_gpu",
-        "slowest_node",
-        "last_rank",
-        "straggler_rank",
-        "max_rank",
-        "slowest_host",
-    }
-)
+SLOWEST = frozenset({"slowest_rank", "slowest", "slow_rank", "straggler", "slowest_gpu", "slowest_node", "last_rank", "straggler_rank", "max_rank", "slowest_host"})
 
 _UNITS = r"(?:ms|us|secs?|seconds|s|min|GB/s|Gb/s|MB/s|GiB/s|MHz|TFLOPS?|TFLOP/s|tok/s|tokens/s|it/s|samples/s|°C|C|W|%|MiB|GiB|x)"
-_VALUE = (
-    rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
-)
+_VALUE = rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
 _GLUED = re.compile(rf"(?<=\d) (?={_UNITS}(?:[\s|,;]|\Z))")
 _CELL = re.compile(rf"{_VALUE}\Z")
 _PAREN = re.compile(r"\s*[(\[](?P<unit>[^)\]]*)[)\]]\s*\Z")
 _KEYED = re.compile(rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*))")
-_NAMED = re.compile(
-    r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
-)
-_LOOSE = re.compile(
-    rf"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
-)
+_NAMED = re.compile(r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))")
+_LOOSE = re.compile(rf"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
-_OTHERS = re.compile(
-    r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)",
-    re.IGNORECASE,
-)
+_OTHERS = re.compile(r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)", re.IGNORECASE)
 _COMPACT = re.compile(r"(?<!\S)(?P<id>\d{1,6}):(?P<values>\d[\d.]*(?:/\d[\d.]*)*)(?!\S)")
 _HEADING = re.compile(r"\s*(?P<name>[A-Za-z][\w /-]{1,40}?)(?:\s*\((?P<unit>\w+)\))?:\s*\Z")
 
@@ -169,11 +147,7 @@ def _header(text: str) -> _Header | None:
 
 
 def _measures(name: str, unit: str) -> bool:
-    return (
-        metric_kind(name, unit.split("/", maxsplit=1)[0] if unit in {"max/min", "cur/max"} else unit) is not None
-        or gpu_level(name) is not None
-        or is_counter(name)
-    )
+    return metric_kind(name, unit.split("/")[0] if unit in {"max/min", "cur/max"} else unit) is not None or gpu_level(name) is not None or is_counter(name)
 
 
 def _plain(name: str) -> str:
@@ -246,10 +220,7 @@ def _compact_rows(line: Line, text: str, found: list[re.Match[str]]) -> Iterator
         parts = match["values"].split("/")
         if len(measured) < len(parts):
             return
-        values = [
-            Value(n, "", p)
-            for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)
-        ]
+        values = [Value(n, "", p) for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)]
         yield Row(line, {ENTITIES[_plain(kinds[0])] if kinds else "rank": match["id"]}, values)
 
 
@@ -272,11 +243,7 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
     taken = {position for position, _, _ in marks}
     marks += [(m.start(), ENTITIES[m["key"].lower()], m["id"]) for m in _NAMED.finditer(text) if m.start() not in taken]
     if not values:
-        values = [
-            (m.start(), Value(m["key"], m["unit"], m["value"]))
-            for m in _LOOSE.finditer(text)
-            if _measures(m["key"], m["unit"])
-        ]
+        values = [(m.start(), Value(m["key"], m["unit"], m["value"])) for m in _LOOSE.finditer(text) if is_speed(m["key"], m["unit"])]
     if not values and len(marks) == 1 and (alone := _ALONE.search(text, marks[0][0])):
         if metric_kind(heading.name, alone["unit"]) is not None:
             values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
@@ -294,9 +261,7 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
         yield Row(line, {marks[0][1]: "others"}, [last._replace(text=others["value"])], step)
 
 
-def _grouped(
-    line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str
-) -> Iterator[Row]:
+def _grouped(line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str) -> Iterator[Row]:
     """Values with the entities before them; an entity of a kind that was there already begins the next row."""
     about: dict[str, str] = {}
     mine: list[Value] = []
