@@ -11,6 +11,7 @@ from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources.decoding import open_stream, to_text, what_binary
 from keepstep.sources.documents import split
+from keepstep.sources.joblog.blocks import block_events
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.textlines import line_events
 
@@ -39,7 +40,7 @@ def read_text(
     events: list[Event] = []
     used: list[Used] = []
     for document in split(path, text, name=name, latest_ns=latest_ns):
-        found = list(line_events(document, matcher, catalog))
+        found = [*line_events(document, matcher, catalog), *block_events(document, catalog)]
         read_as = "log lines"
         for parser, parse in PARSERS:
             parsed = parse(document, catalog)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 
-RULES: tuple[Rule, ...] = (late_ranks, common_cause)
+RULES: tuple[Rule, ...] = (late_ranks, *JOB_RULES, common_cause)
