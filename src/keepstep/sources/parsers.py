@@ -11,8 +11,9 @@ from collections.abc import Callable
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
+from keepstep.sources.scheduler.parse import parse as scheduler_records
 
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
-PARSERS: tuple[tuple[str, Parser], ...] = ()
+PARSERS: tuple[tuple[str, Parser], ...] = (("scheduler records", scheduler_records),)
 """Name and function."""
