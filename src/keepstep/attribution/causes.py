@@ -19,6 +19,9 @@ LONGEST_PATH_S = 24 * 3600.0
 GROUPS_PER_SIGNATURE = 256
 """Places of one signature that are looked at one by one; a failure that shows at more of them shows the same at each."""
 
+FAILING = ("root", "cascade", "symptom")
+"""Roles of signs that something failed."""
+
 JOB_WIDE = frozenset({"job", "storage", "cluster"})
 
 
@@ -94,6 +97,8 @@ def covers(cause: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
 
 def explains(cause: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
     """Whether `cause` makes `effect` no news: it lies deeper, was not later, reaches it, and is no weaker a sign by half."""
+    if effect.entry.id in told_by(cause):
+        return compare(cause.event, effect.event) != "after"
     if cause.entry.role not in ("root", "cascade") or cause.entry.depth >= effect.entry.depth:
         return False
     if effect.entry.role == "root" and (cause.entry.role != "root" or 2 * cause.top < effect.top):
@@ -104,6 +109,12 @@ def explains(cause: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
     if gap is not None and gap > LONGEST_PATH_S:
         return False
     return compare(cause.event, effect.event) != "after" and covers(cause, effect, job_nodes)
+
+
+def told_by(cause: Seen) -> tuple[str, ...]:
+    """Ids of signs that a rule says this one explains, whatever their depth: its attribute `explains`."""
+    told = cause.event.attrs.get("explains") if cause.entry.id.startswith("derived.") else None
+    return tuple(told) if isinstance(told, list | tuple) else ()
 
 
 def with_explanations(seen: Sequence[Seen], job_nodes: frozenset[str] = frozenset()) -> list[Seen]:

@@ -84,3 +84,15 @@ def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
     """
     signs = [e for e in events if goes_on(catalog[e.signature])]
     return [bool(signs) and stops(catalog[e.signature]) and any(begin_after(e, sign) for sign in signs) for e in events]
+
+
+def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:
+    """The events seen until `until_ns`, those last seen before `since_ns` marked too old. One without a time stays as it is."""
+    found = []
+    for event in events:
+        if event.time_ns is None:
+            found.append(event)
+        elif until_ns is None or event.time_ns <= until_ns:
+            old = since_ns is not None and (event.last_ns or event.time_ns) < since_ns and event.stale is None
+            found.append(msgspec.structs.replace(event, stale="too_old") if old else event)
+    return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from keepstep.attribution.act import Choice, choose
-from keepstep.attribution.causes import Seen, first_of, grouped, with_explanations
+from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, with_explanations
 from keepstep.attribution.current import cleared, stops, survivors
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
@@ -28,8 +28,6 @@ from keepstep.records.verdict import CLASSES, Alternative, Bearing, Entity, Faul
 
 LEAST_ALTERNATIVE = 0.02
 """Probability under which another class is not worth a line."""
-
-FAILING = ("root", "cascade", "symptom")
 
 
 class Judgement(NamedTuple):
@@ -60,7 +58,7 @@ def judge(
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
     for rule in RULES:
-        live += rule(live, catalog)
+        live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
     stale = [e for e in marked if e.stale is not None]
     live = sorted((e for e in marked if e.stale is None), key=canonical)
@@ -100,7 +98,7 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         return None
     past = [_past(e, catalog) for e in stale]
     counted = [*seen, *(p for p in past if p is not None)]
-    scores = weigh([s._replace(survived=False) for s in counted], priors)
+    scores = weigh([s._replace(survived=False) for s in counted], _calm(priors))
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
@@ -120,6 +118,11 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         summary=summary(fault_class, "possible", "none", True, cause, entity),
     )
     return Judgement(verdict, scores, tuple(seen), tuple(stale), Choice("none", cause, "no current fault"))
+
+
+def _calm(priors: Priors) -> Priors:
+    """Where nothing is wrong there is no cause to be kept for the unknown: what was seen says whose it is."""
+    return msgspec.structs.replace(priors, log_odds=priors.log_odds | {"unknown": 0.0})
 
 
 def _past(event: Event, catalog: Catalog) -> Seen | None:
@@ -142,7 +145,7 @@ def _with_fault(
 ) -> Judgement:
     scores = weigh(seen, priors)
     best = scores.best
-    named = best != "unknown" and scores.margin(best) >= priors.tiers.margin
+    named = best != "unknown" and (scores.margin(best) >= priors.tiers.margin or _one_sign(seen, scores))
     fault_class: FaultClass = best if named else "unknown"
     supporters = _supporters(seen, fault_class)
     causes = [s for s in supporters if s.can_be_cause]
@@ -151,7 +154,7 @@ def _with_fault(
     first = first_of([s for s in causes if 2 * s.weight(fault_class) >= strongest])
     chance = scores.chances[fault_class]
     tier = tier_of(chance, first is not None, priors) if named else "unknown"
-    choice = choose(fault_class, tier, first, supporters)
+    choice = choose(fault_class, first, supporters, scores.chances, priors.tiers)
     decisive = choice.rested_on or first or first_of([s for s in seen if s.entry.role in FAILING])
     calm = choice.action == "none"
     entity = _entity(first, choice.rested_on)
@@ -170,6 +173,13 @@ def _with_fault(
         summary=summary(fault_class, tier, choice.action, calm, decisive, entity),
     )
     return Judgement(verdict, scores, tuple(seen), tuple(stale), choice)
+
+
+def _one_sign(seen: Sequence[Seen], scores: Scores) -> bool:
+    """Whether the two likeliest classes rest on one sign, which says both: then it is known what happened, if not whose it is."""
+    best, other = sorted((c for c in CLASSES if c != "unknown"), key=lambda c: -scores.chances[c])[:2]
+    of_best, of_other = _supporters(seen, best), _supporters(seen, other)
+    return bool(of_best and of_other) and of_best[0] is of_other[0]
 
 
 def _supporters(seen: Sequence[Seen], fault_class: FaultClass) -> list[Seen]:

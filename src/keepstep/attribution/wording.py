@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from keepstep.attribution.causes import Seen
+from keepstep.records.event import Event
 from keepstep.records.verdict import Action, Entity, FaultClass, Tier
 
 CLASS_WORDS: dict[FaultClass, str] = {
@@ -30,15 +31,19 @@ ACTION_WORDS: dict[Action, str] = {
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-def title_of(seen: Seen) -> str:
-    """The catalog's phrase for a sign, its {fields} filled from the event; a field that is not there leaves no trace."""
-    attrs = seen.event.attrs
+def fill(title: str, event: Event) -> str:
+    """A catalog's phrase, its {fields} filled from the event; a field that is not there leaves no trace."""
 
     def field(match: re.Match[str]) -> str:
-        value = attrs.get(match[1], getattr(seen.event, match[1], None))
+        value = event.attrs.get(match[1], getattr(event, match[1], None))
         return "" if value is None else str(value)
 
-    return " ".join(_FIELD.sub(field, seen.entry.title).split()).replace("()", "").strip()
+    return " ".join(_FIELD.sub(field, title).split()).replace("()", "").strip()
+
+
+def title_of(seen: Seen) -> str:
+    """The catalog's phrase for a sign."""
+    return fill(seen.entry.title, seen.event)
 
 
 def place_words(entity: Entity) -> str:

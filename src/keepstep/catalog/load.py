@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.catalog import sxid, xid
 from keepstep.catalog.signature import Signature
 from keepstep.records.errors import ConfigError
 
@@ -60,4 +61,6 @@ def shipped() -> Catalog:
                 if signature.id in found:
                     raise ConfigError(f"{file.name}: a second entry {signature.id!r}; ids are unique over all files")
                 found[signature.id] = signature
+    for signature in (*xid.entries(), *sxid.entries()):
+        found[signature.id] = signature
     return Catalog(found.values())

@@ -30,8 +30,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     on one path the one with less depth explains the other. `action`: what it calls for as a first cause. `never`: actions it may
     not lead to even then. `clears`: ids of signatures it takes back on the same entity.
     `pattern`: RE2 syntax, any of them; none for events made by a parser or a rule. Named groups that become fields of the event:
-    bdf, gpu, uuid, nic, rank, local_rank, node, job; all are in `attrs`. `by_code`: the group whose value picks the entry that is meant,
-    "xid" with code 79 gives events of signature "xid.79".
+    bdf, gpu, uuid, nic, rank, local_rank, node, job; all are in `attrs`. `by_code`: the group whose value picks the entry that is
+    meant: "xid" with code 79 gives events of signature "xid.79" (or "xid.79.<variant>", catalog/coded.py).
     `examples` must match, `near_misses` must not. `applies`: driver branch, GPU generation or library versions, as text.
     """
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
+from keepstep.sources.decoding import open_stream, to_text, what_binary
 from keepstep.sources.documents import split
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.textlines import line_events
@@ -31,20 +32,23 @@ class Reading(NamedTuple):
     unreadable: list[str]
 
 
-def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher) -> Reading:
-    """Everything that one text tells."""
+def read_text(
+    path: str, text: str, catalog: Catalog, matcher: Matcher, *, name: str = "", latest_ns: int | None = None
+) -> Reading:
+    """Everything that one text tells. `name`, `latest_ns`: see `documents.split`."""
     events: list[Event] = []
     used: list[Used] = []
-    for document in split(path, text):
+    for document in split(path, text, name=name, latest_ns=latest_ns):
         found = list(line_events(document, matcher, catalog))
-        read_as = "log lines"
-        for name, parse in PARSERS:
+        read_as = []
+        # Every parser is asked: a paste without marks between its parts holds the output of several tools.
+        for parser, parse in PARSERS:
             parsed = parse(document, catalog)
             if parsed is not None:
-                found, read_as = parsed + found, name
-                break
+                found = parsed + found
+                read_as.append(parser)
         events += found
-        used.append(Used(path, document.title, read_as, len(found)))
+        used.append(Used(path, document.title, ", ".join(read_as) or "log lines", len(found)))
     return Reading(events, used, [])
 
 
@@ -56,11 +60,20 @@ def read_paths(paths: Sequence[str], catalog: Catalog) -> Reading:
         top = Path(name)
         for path in sorted(p for p in top.rglob("*") if p.is_file()) if top.is_dir() else [top]:
             try:
-                text = path.read_text(errors="replace")
+                with path.open("rb") as file:
+                    opened = open_stream(file)
+                    data = b"".join(opened.blocks)
+                    latest_ns = path.stat().st_mtime_ns
             except OSError as error:
                 whole.unreadable.append(f"{path}: {error.strerror}")
                 continue
-            one = read_text(str(path), text, catalog, matcher)
+            whole.unreadable.extend(f"{path}: {n}" for n in opened.notes)
+            binary = what_binary(data[:4096])
+            if binary is not None:
+                whole.unreadable.append(f"{path}: {binary}")
+                continue
+            below = str(path.relative_to(top)) if top.is_dir() else path.name
+            one = read_text(str(path), to_text(data), catalog, matcher, name=below, latest_ns=latest_ns)
             whole.events.extend(one.events)
             whole.used.extend(one.used)
     return whole

@@ -2,41 +2,80 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Match, Matcher
 from keepstep.records.event import Event, Evidence, Gpu, bounded
 from keepstep.sources.documents import Document, Line
 
+MATCH_LIMIT = 1 << 16
+"""Characters of a line that are matched; a line of a log is shorter, a document in one line is for its parser."""
+GROUP_LIMIT = 400
+"""Characters of a named group that are kept."""
+
+_INDEX = re.compile(r"\d{1,3}\Z")
+
 
 def line_events(document: Document, matcher: Matcher, catalog: Catalog) -> Iterator[Event]:
     """An event for every signature of every line."""
     for line in document.lines:
-        for match in matcher.match_line(line.text):
-            yield make_event(match, line, document)
+        for match in matcher.match_line(line.text[:MATCH_LIMIT]):
+            if fits(match, line):
+                yield make_event(match, line, document)
+
+
+def fits(match: Match, line: Line) -> bool:
+    """Whether the line is of the stream that the entry is about, as far as that is known."""
+    wanted = match.signature.stream
+    return not ((wanted == "kernel" and line.stream == "job") or (wanted == "job" and line.stream == "kernel"))
 
 
 def make_event(match: Match, line: Line, document: Document) -> Event:
     """The event of a matched line."""
     groups = match.groups
-    gpu = Gpu(pci=groups.get("bdf"), uuid=groups.get("uuid"), index=_number(groups.get("gpu")))
+    device = groups.get("gpu", "")
+    index = int(device) if _INDEX.match(device) else line.device
+    gpu = Gpu(pci=groups.get("bdf"), uuid=groups.get("uuid"), index=index)
     rank = _number(groups.get("rank"))
+    attrs: dict[str, Any] = {name: value[:GROUP_LIMIT] for name, value in groups.items()}
+    if line.local_rank is not None:
+        attrs.setdefault("local_rank", str(line.local_rank))
+    if line.pod:
+        attrs.setdefault("pod", line.pod)
     return Event(
+        id=event_id(match.signature.id, line, document.path),
         kind=match.signature.kind,
         signature=match.signature.id,
         severity=match.signature.severity,
         source=document.title or "text",
         order=line.number,
         time_ns=line.time_ns,
+        time_quality=line.time_quality,
+        boot_ns=line.boot_ns,
         node=groups.get("node") or line.node,
+        boot_id=line.boot_id,
+        seq=line.seq,
         gpu=gpu if gpu != Gpu() else None,
         nic=groups.get("nic"),
         rank=line.rank if rank is None else rank,
-        attrs=dict(groups),
+        job=groups.get("job"),
+        attrs=attrs,
         evidence=Evidence(path=document.path, line=line.number, text=bounded(line.raw)),
     )
 
 
+def event_id(signature: str, line: Line, path: str) -> str:
+    """The same for the same record however often it is read: by boot and sequence number, else by file, line and text."""
+    if line.boot_id is not None and line.seq is not None:
+        key = f"{line.boot_id}/{line.seq}/{signature}"
+    else:
+        key = f"{path}/{line.number}/{signature}/{line.text[:GROUP_LIMIT]}"
+    return "ev-" + hashlib.blake2b(key.encode(errors="replace"), digest_size=8).hexdigest()
+
+
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
