@@ -202,12 +202,14 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
 
 
 def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
-    """What the first parser that knows the document makes of it."""
+    """What the parsers make of a document. All are asked: a paste without marks between its parts holds several outputs."""
+    read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
         if events is not None:
-            return name, _completed(events, document)
-    return "log lines", []
+            read_as.append(name)
+            found += events
+    return ", ".join(read_as) or "log lines", _completed(found, document)
 
 
 def _completed(events: Iterable[Event], document: Document) -> list[Event]:
