@@ -39,7 +39,9 @@ def test_a_state_without_a_time_is_claimed_and_what_it_quotes_is_no_event() -> N
 
 def test_a_state_with_a_time_leaves_its_xid_to_be_weighed() -> None:
     state = {"time": "2031-05-01T00:00:00Z", "health": "Unhealthy", "reason": "XID 79 detected on GPU PCI:0000:2d:00"}
-    reading = look(json.dumps({"component": "accelerator-nvidia-error-xid", "states": [state]}))
+    text = json.dumps({"component": "accelerator-nvidia-error-xid", "states": [state]})
+    assert signatures(text) == [] and not look(text).claimed
+    reading = look(text.replace("XID 79 detected on", "memory errors of"))
     assert [e.signature for e in reading.events] == ["monitor.event_gpu"] and not reading.claimed
     assert reading.events[0].time_ns == 1_935_360_000_000_000_000
 

@@ -35,6 +35,7 @@ _ORIGIN = re.compile(
 _REPAIR = re.compile(
     r"(?i)\b(?P<what>(?:gpu )?reset|reboot|power[- ]cycle|remediat\w+|drain|cordon|restart)\b.{0,120}?\battempt[=: #]+(?P<n>\d{1,6})"
 )
+_CODE = re.compile(r"(?i)\bs?xid\b\W{0,3}(?:error)?\W{0,3}\d|NVRM: Xid")
 _MACHINE = re.compile(r"\b(?:node|host)[ /=:]+(?P<node>[a-z0-9][\w.-]*)")
 _RATE = re.compile(
     r"(?i)(?P<what>ECC_SBE|ECC_DBE|\bSBE\b|\bDBE\b|correctable|uncorrectable)\w*(?P<between>.{0,80}?)\brate[ =:]+(?P<rate>[0-9.]+)\s*/\s*s"
@@ -61,7 +62,9 @@ def monitor_events(document: Document, catalog: Catalog) -> MonitorReading:
             break
         states = states_in(line.text)
         for state in states:
-            events.append(_state_event(state, document, line, catalog))
+            # A code that is named is an event of its own, with an entry that knows what it means.
+            if not (state.timed and not state.healthy and _CODE.search(line.text)):
+                events.append(_state_event(state, document, line, catalog))
         if states and not any(s.timed and not s.healthy for s in states):
             claimed.add(line.number)
         change = change_in(line)
