@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 
-RULES: tuple[Rule, ...] = (late_ranks, common_cause)
+RULES: tuple[Rule, ...] = (late_ranks, *CHECKPOINT_RULES, *SCHEDULER_RULES, common_cause)
