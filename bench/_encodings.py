@@ -65,10 +65,9 @@ def unescaped(text: str, codec: str) -> bytes:
             return chr(int(short or long, 16)).encode(codec, errors="replace")
         return _SINGLE[single]
 
-    # Escapes are ASCII, so that they are found in any codec that keeps ASCII; UTF-16 does not, and is encoded around them.
     if codec.replace("-", "").startswith(("utf16", "utf32")):
-        plain = _ESCAPE.sub(spelled, text.encode())
-        return plain.decode(errors="replace").encode(codec)
+        # Escapes are ASCII, which these codecs do not keep.
+        return unescaped(text, "utf-8").decode(errors="replace").encode(codec)
     return _ESCAPE.sub(spelled, text.encode(codec, errors="surrogateescape" if codec == "utf-8" else "strict"))
 
 
