@@ -18,7 +18,7 @@ from keepstep.attribution.current import cleared, stops, survivors
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
-from keepstep.attribution.rules import RULES
+from keepstep.attribution.rules import PAST_RULES, RULES
 from keepstep.attribution.weigh import Scores, Term, weigh
 from keepstep.attribution.wording import summary, title_of
 from keepstep.catalog.load import Catalog
@@ -57,6 +57,9 @@ def judge(
     places = Places([e for e in given if e.stale is None], ranks)
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
+    past = [e for e in marked if e.stale is not None]
+    for past_rule in PAST_RULES:
+        live += [e for e in past_rule(live, past, catalog) if e.signature in catalog]
     for rule in RULES:
         live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)

@@ -99,6 +99,14 @@ def metric_kind(name: str, unit: str = "") -> MetricKind | None:
     return "step" if words & _STEP else "compute"
 
 
+def is_speed(name: str, unit: str) -> bool:
+    """Whether a word in running text names a measurement: by what it means, not by the unit behind it alone."""
+    if gpu_level(name) is not None:
+        return unit.lower() not in TIME_UNITS
+    known = _WAIT | _HOST | _STEP | _COMPUTE | _TIMED | _SCORE | _THROUGHPUT | _BANDWIDTH
+    return metric_kind(name, unit) is not None and bool(frozenset(words_of(name)) & known)
+
+
 def gpu_level(name: str) -> str | None:
     """The level of a GPU that a column of a table of GPUs holds."""
     plain = "_".join(words_of(name)).removesuffix("_current").removesuffix("_now")

@@ -14,7 +14,7 @@ import msgspec
 
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.making import lines_of, node_of
-from keepstep.sources.snapshots.metrics import gpu_level, is_counter, metric_kind
+from keepstep.sources.snapshots.metrics import gpu_level, is_counter, is_speed, metric_kind
 from keepstep.sources.snapshots.port_counters import elapsed_of
 
 ROWS_LIMIT = 20_000
@@ -243,7 +243,7 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
     taken = {position for position, _, _ in marks}
     marks += [(m.start(), ENTITIES[m["key"].lower()], m["id"]) for m in _NAMED.finditer(text) if m.start() not in taken]
     if not values:
-        values = [(m.start(), Value(m["key"], m["unit"], m["value"])) for m in _LOOSE.finditer(text) if _measures(m["key"], m["unit"])]
+        values = [(m.start(), Value(m["key"], m["unit"], m["value"])) for m in _LOOSE.finditer(text) if is_speed(m["key"], m["unit"])]
     if not values and len(marks) == 1 and (alone := _ALONE.search(text, marks[0][0])):
         if metric_kind(heading.name, alone["unit"]) is not None:
             values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
