@@ -20,8 +20,8 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find, is_run_folder
 from keepstep.sources.joblog.blocks import block_events
-from keepstep.sources.names import of_path
 from keepstep.sources.monitors.lines import monitor_events
+from keepstep.sources.names import of_path
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
@@ -192,10 +192,10 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
             if event.evidence.line not in monitors.claimed:
                 found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
-        parsed = [*parsed, *_completed([*monitors.events, *block_events(document, whole.catalog)], document)]
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        blocks = _completed([*monitors.events, *block_events(document, whole.catalog)], document)
+        events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
         whole.events += events
         whole.facts.append(facts_of(document))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
