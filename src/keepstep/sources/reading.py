@@ -21,6 +21,7 @@ from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find, is_run_folder
 from keepstep.sources.joblog.blocks import block_events
 from keepstep.sources.monitors.lines import monitor_events
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.names import of_path
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
@@ -196,6 +197,9 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
         blocks = _completed([*monitors.events, *block_events(document, whole.catalog)], document)
         events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
+        if OWN_RECORD in read_as:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
         whole.facts.append(facts_of(document))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
