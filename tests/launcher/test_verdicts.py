@@ -15,8 +15,8 @@ from tests.launcher.harness import Launch, training
 SHAPE = ("--standalone", "--nproc-per-node", "2")
 
 
-def launch(folder: Path, script: str, *flags: str, **env: str) -> Launch:
-    return Launch(folder, script, *SHAPE, *flags, PET_ATTRIBUTION="on", **env)
+def launch(folder: Path, script: str, *flags: str) -> Launch:
+    return Launch(folder, script, *SHAPE, *flags, PET_ATTRIBUTION="on")
 
 
 def incident(run: Launch, number: int = 1) -> dict[str, Any]:
