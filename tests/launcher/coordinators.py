@@ -59,7 +59,15 @@ class Served:
         self.clients: list[Client] = []
         make_run_dir(self.run_dir)
         make_folder_id(self.run_dir)
-        given = {"run_id": RUN, "run_dir": str(self.run_dir), "node": "a", "script": "train.py", "tls": tls, **config}
+        given: dict[str, Any] = {
+            "run_id": RUN,
+            "run_dir": str(self.run_dir),
+            "node": "a",
+            "script": "train.py",
+            "tls": tls,
+            "attribution": False,
+        }
+        given |= config
         given.setdefault("min_nodes", given.get("nnodes", 1))
         write_durable(self.run_dir / "run.json", to_pretty_json(RunConfig(**given)))
 

@@ -31,13 +31,21 @@ def test_kinds_of_the_contract_so_far() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_takes_a_step_rank_node_and_cycle(kind: str) -> None:
-    injection = parse_injection(f"{kind}@step=7,rank=1,cycle=2,node=n0")
+    more = ",code=79" if kind == "xid" else ""
+    injection = parse_injection(f"{kind}@step=7,rank=1,cycle=2,node=n0{more}")
     assert (injection.kind, injection.step, injection.rank, injection.cycle, injection.node) == (kind, 7, 1, 2, "n0")
 
 
 def test_defaults() -> None:
     assert parse_injection("kill@step=3") == Injection(kind="kill", step=3)
     assert (Injection(kind="kill").rank, Injection(kind="kill").cycle) == (0, 0)
+
+
+def test_an_xid_needs_its_number() -> None:
+    with pytest.raises(ConfigError, match="code=N"):
+        parse_injection("xid@step=1")
+    found = parse_injection("xid@seconds=0,code=94,pci=0000:3b:00")
+    assert (found.code, found.pci, found.timed_s) == (94, "0000:3b:00", 0.0)
 
 
 def test_own_keys_of_a_kind() -> None:

@@ -49,6 +49,7 @@ SETTINGS: dict[str, str] = {
     "start_hang_s": "start_timeout",
     "section_timeouts_s": "section_timeout",
     "out_of_section_s": "out_of_section_timeout",
+    "attribution": "attribution",
     "stop_on_attribution": "attribution_stop",
     "gpu_memory_reclaim_timeout_s": "gpu_memory_reclaim_timeout",
     "gpu_memory_poll_interval_s": "gpu_memory_poll_interval",
@@ -189,6 +190,7 @@ def _job_fields(ctx: click.Context, flags: dict[str, Any], standalone: bool) -> 
         "max_no_progress_cycles": flags["max_no_progress_cycles"],
         "min_progress_iterations": flags["min_progress_iterations"],
         "no_restart_exit_code": flags["no_restart_exit_code"],
+        "attribution": flags["attribution"] == "on",
         "stop_on_attribution": flags["attribution_stop"],
         "lease_s": conf.lease_s,
         "join_timeout_s": conf.join_timeout_s,
@@ -260,8 +262,6 @@ def _note_what_has_no_effect(ctx: click.Context, flags: dict[str, Any]) -> None:
     ):
         if _given(ctx, name) and flags[name]:
             note(f"--{name.replace('_', '-')} has no effect here; {instead}")
-    if flags["attribution_stop"] != "log":
-        note("--attribution-stop has nothing to act on yet: attribution is not built; causes are in the evidence")
 
 
 def _failure_prior(text: str | None) -> str | None:

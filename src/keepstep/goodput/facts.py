@@ -135,7 +135,7 @@ def _facts_of(key: CycleKey, marks: Sequence[Mark]) -> CycleFacts:
         if mark.kind in LIFE_KINDS:
             opened.setdefault(mark.kind, mark.t_ns)
     restored = next((m for m in marks if m.kind == "restored" and int_attr(m, "step") is not None), None)
-    fault = _first_fault(marks)
+    fault = _first_fault(marks, _attributed_class(marks))
     blocks = tuple(_blocks(marks))
     commits = tuple(_commits(marks))
     steps_ns, resumed_ns = _step_times(marks, blocks)
@@ -160,15 +160,26 @@ def _facts_of(key: CycleKey, marks: Sequence[Mark]) -> CycleFacts:
     )
 
 
-def _first_fault(marks: Sequence[Mark]) -> Fault | None:
-    """The fault detected first: later ones in the same cycle are its consequences."""
+ATTRIBUTED_TIERS = ("certain", "probable")
+"""How sure a verdict must be for lost time to be charged to its class."""
+
+
+def _attributed_class(marks: Sequence[Mark]) -> str | None:
+    """Class of the verdict on the cycle's fault, None without one that is sure enough."""
+    sure = [m for m in marks if m.kind == "attributed" and m.attrs.get("tier") in ATTRIBUTED_TIERS]
+    found = sure[-1].attrs.get("class") if sure else None
+    return found if isinstance(found, str) and found else None
+
+
+def _first_fault(marks: Sequence[Mark], attributed: str | None) -> Fault | None:
+    """The fault detected first: later ones in the same cycle are its consequences. `attributed`: its class by the verdict."""
     faults = []
     for mark in marks:
         if mark.kind == "fault":
             detected_ns = int_attr(mark, "detected_ns")
             detected_ns = mark.t_ns if detected_ns is None else detected_ns
             occurred_ns = int_attr(mark, "occurred_ns")
-            cause = mark.attrs.get("cause")
+            cause = attributed or mark.attrs.get("cause")
             faults.append(
                 Fault(
                     occurred_ns=detected_ns if occurred_ns is None else occurred_ns,

@@ -59,8 +59,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Failed cycles without progress after which the job stops with `no_restart_exit_code`; 0 switches it off."""
     min_progress_iterations: int = 1
     no_restart_exit_code: int = 93
+    attribution: bool = True
+    """Whether failed cycles get a verdict from their evidence (`keepstep why`)."""
     stop_on_attribution: str = "log"
-    """What a STOP of attribution does: "log" or "no-restart"."""
+    """What a verdict does that calls for fail_fast: "log", or "no-restart", which ends the job."""
     gpu_memory_reclaim_timeout_s: float = 50.0
     """How long a restart waits for GPU memory to become free; 0: not at all."""
     gpu_memory_tolerance_mb: float = 512.0

@@ -321,6 +321,13 @@ class DoInjection(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=T
     spec: str
 
 
+class Tell(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="tell"):
+    """Say this to the user: the verdict on an incident."""
+
+    incident: str
+    text: str
+
+
 class AskStop(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag="ask_stop"):
     """Ask the ranks of this cycle to stop at their next shared decision."""
 
@@ -347,4 +354,4 @@ class End(CoordinatorMessage, frozen=True, kw_only=True, omit_defaults=True, tag
     first_failing_rank: int | None = None
 
 
-FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | AskStop | CopyImages | End
+FromCoordinator = Challenge | Reply | Welcome | StartCycle | StopCycle | DoInjection | Tell | AskStop | CopyImages | End

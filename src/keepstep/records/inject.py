@@ -27,6 +27,7 @@ InjectKind = Literal[
     "partition",
     "storage-error",
     "storage-stall",
+    "xid",
 ]
 KINDS: tuple[str, ...] = get_args(InjectKind)
 _KEYS: dict[str, type] = {
@@ -40,6 +41,7 @@ _KEYS: dict[str, type] = {
     "seconds": float,
     "after": float,
     "at_byte": int,
+    "pci": str,
 }
 _EXTRA: dict[str, set[str]] = {
     "exit": {"code"},
@@ -47,10 +49,11 @@ _EXTRA: dict[str, set[str]] = {
     "partition": {"after", "seconds"},
     "storage-error": {"at_byte"},
     "storage-stall": {"seconds"},
+    "xid": {"code", "pci"},
 }
 # Without a step (a script that reports none) only what can be done from outside the rank is possible, some time after the start.
-OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt", "node-loss", "partition")
-NODE_KINDS = ("node-loss", "partition")
+OUTSIDE_KINDS = ("kill", "stop", "coordinator-kill", "preempt", "node-loss", "partition", "xid")
+NODE_KINDS = ("node-loss", "partition", "xid")
 """What hits a whole node: the one named, else the one that has `rank`. At a step, the rank that comes to it tells its launcher."""
 
 
@@ -65,7 +68,8 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kills itself with every process it has, as a power cut would end them. `partition`: the launcher closes its
     connections to the coordinator and opens none for that time. No packet filter is involved: the host's other traffic,
     the ranks' collectives too, goes on. `storage-error`, `storage-stall`: the rank's next save meets the fault where its
-    image is written; the first fails with EIO at byte `at_byte` of the file.
+    image is written; the first fails with EIO at byte `at_byte` of the file. `xid`: the launcher writes the line with which
+    NVIDIA's driver reports Xid `code` of the GPU at `pci` into the kernel's log; nothing else happens.
     """
 
     kind: InjectKind
@@ -79,6 +83,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 1
     after: float | None = None
     at_byte: int = 0
+    pci: str | None = None
 
     @property
     def timed_s(self) -> float | None:
@@ -111,6 +116,8 @@ def parse_injection(spec: str) -> Injection:
     if "step" not in fields and not (kind in OUTSIDE_KINDS and begin in fields):
         hint = f"step=N or {begin}=S" if kind in OUTSIDE_KINDS else "step=N"
         raise ConfigError(f"--inject {spec!r}: needs {hint}")
+    if kind == "xid" and "code" not in fields:
+        raise ConfigError(f"--inject {spec!r}: needs code=N, the number of the Xid")
     injection = msgspec.convert({"kind": cast(InjectKind, kind), **fields}, Injection)
     if injection.at_byte < 0:
         raise ConfigError(f"--inject {spec!r}: at_byte={injection.at_byte} is below 0")

@@ -33,6 +33,7 @@ MarkKind = Literal[
     "image_refused",  # an image in memory was refused at restore. attrs: checkpoint, step, reason, tier
     "rollback_announced",  # the script goes back on purpose. attrs: to_step, reason
     "fault",  # attrs: occurred_ns, detected_ns, rank, node, kind, cause ("hardware", ..., "unknown"), completed_step
+    "attributed",  # the verdict on a fault, at its time. attrs: incident, class, signature, confidence, tier, action, entity, ...
     "captured",  # evidence of living ranks is on disk (teardown begins)
     "stopped",  # no process of the cycle is left (decide begins)
     "decided",  # what to do next is durable. attrs: action, counted

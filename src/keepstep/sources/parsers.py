@@ -11,8 +11,9 @@ from collections.abc import Callable
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
+from keepstep.sources.ownrecords import parse_own_records
 
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
-PARSERS: tuple[tuple[str, Parser], ...] = ()
+PARSERS: tuple[tuple[str, Parser], ...] = (("keepstep record", parse_own_records),)
 """Name and function."""

@@ -59,7 +59,7 @@ def carry_out(injection: Injection, run: Run) -> None:
             exhaust_memory()
         case "storage-error" | "storage-stall":
             break_storage(injection, run)
-        case "coordinator-kill" | "preempt" | "node-loss" | "partition":
+        case "coordinator-kill" | "preempt" | "node-loss" | "partition" | "xid":
             if not isinstance(run.channel, AgentChannel):
                 raise ChannelError(f"--inject {injection.kind}: this rank has no keepstep launcher")
             run.channel.inject(to_json(injection).decode())

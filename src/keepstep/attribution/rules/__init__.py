@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 
-RULES: tuple[Rule, ...] = ()
+RULES: tuple[Rule, ...] = (late_ranks,)

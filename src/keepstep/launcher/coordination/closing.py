@@ -37,6 +37,7 @@ def ended_cycle(job: JobState, marker: int | None) -> Ended:
         **_history(job),
         workload=c.workload["what"] if c.workload else None,
         workload_reason=c.workload["reason"] if c.workload else "",
+        attribution_stop=job.attribution_stop,
         excluded=[n for n in c.nodes if n in job.excluded],
         probe=c.probe,
         never_stepped=not c.probe and _never_stepped(job, failures),
@@ -57,6 +58,7 @@ def never_started(job: JobState) -> Ended:
         completed_step=None,
         steps_done=None,
         **_history(job),
+        attribution_stop=job.attribution_stop,
         progress=Progress(),
     )
 
@@ -155,8 +157,10 @@ def _detail(rank: int, status: int | None, detail: str) -> str:
     return f"rank {rank}: {exit_status_name(status)}" if status is not None else detail
 
 
-def end_records(job: JobState, now_ns: int, outcome: Outcome, ended: Ended | None) -> list[Record]:
-    """The records that end the job: last marks and the verdict."""
+def end_records(
+    job: JobState, now_ns: int, outcome: Outcome, ended: Ended | None, incident: str | None = None
+) -> list[Record]:
+    """The records that end the job: last marks and the verdict. `incident`: the one that the last cycle ended with."""
     first = first_failure(ended) if ended is not None else None
     verdict = VerdictFile(
         run_id=job.run_id,
@@ -164,6 +168,7 @@ def end_records(job: JobState, now_ns: int, outcome: Outcome, ended: Ended | Non
         outcome=outcome.verdict,
         exit_code=outcome.exit_code,
         cause=outcome.cause,
+        incident=incident,
         last_committed_step=job.last_committed,
         first_failing_rank=first.rank if first else None,
         original_exit=exit_status_name(first.status) if first else None,

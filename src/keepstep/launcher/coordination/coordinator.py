@@ -27,7 +27,9 @@ from keepstep.launcher.coordination.admission import Admission, RefusedConnectio
 from keepstep.launcher.coordination.commands import operate, status_of
 from keepstep.launcher.coordination.connection import Connection
 from keepstep.launcher.coordination.cyclefiles import CycleFiles
+from keepstep.launcher.coordination.diagnosing import END_WAIT_S, Attributed, Diagnosing
 from keepstep.launcher.coordination.holdings import Holdings
+from keepstep.launcher.coordination.incidents import own_verdict, said
 from keepstep.launcher.coordination.job import Job
 from keepstep.launcher.coordination.journal import Journal, read_records
 from keepstep.launcher.coordination.leases import LeaseBook
@@ -72,7 +74,8 @@ class Coordinator:
         self.journal = Journal.claim(run_dir)
         records = read_records(run_dir)
         self._read = len(records)
-        self._files = CycleFiles(run_dir, self.job)
+        self._files = CycleFiles(run_dir, self.job, config.attribution)
+        self._diagnosing = Diagnosing(run_dir, lambda found: self._queue.put_nowait(("", found)))
         opens = self._replay(records)
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()
@@ -95,6 +98,8 @@ class Coordinator:
         self._done_since: float | None = None
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
         self._files.write_replayed()
+        # Those that an earlier coordinator did not come to.
+        self._want_verdicts(0)
         if self.job.phase == "done":
             # The one before wrote its verdict to the journal and may not have got any further.
             self._files.write_end()
@@ -244,7 +249,8 @@ class Coordinator:
     async def serve(self) -> None:
         """Handle messages until the job is over and every agent knows."""
         self.leases.begin()
-        beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._files.keep_written())]
+        tasks = (self._watch(), self._files.keep_written(), self._diagnosing.serve())
+        beside = [asyncio.create_task(task) for task in tasks]
         for task in beside:
             task.add_done_callback(_end_if_failed)
         try:
@@ -273,6 +279,8 @@ class Coordinator:
         # Also a node that stands still with its connection open is waited for no longer than that.
         if (self._connections or awaited) and held < HOLD_OPEN_S:
             return False
+        if self._diagnosing.open and held < END_WAIT_S:
+            return False
         # Nodes that were lost for good must not hold up a job that ended well.
         back = bool(self.job.away) and self.job.verdict.outcome in ("no_restart", "failed")
         return not back or held >= 2 * self.leases.base_s
@@ -292,6 +300,7 @@ class Coordinator:
                     self._files.note_ended()
                 elif record["type"] in CHANGES_CYCLE or len(self.job.incidents) > incidents:
                     self._files.note_changed()
+                self._want_verdicts(incidents)
             records.extend(new)
 
         # Only this task writes the journal: the watcher says who is gone, here it becomes a record.
@@ -302,7 +311,12 @@ class Coordinator:
             self._holdings.forget(node)
             if node in self._connections and node not in self.job.nodes:
                 self._connections.pop(node).close()
+        attributed = [message for _, message in batch if isinstance(message, Attributed)]
+        for found in attributed:
+            take(self._attributed(found))
         for node, message in batch:
+            if isinstance(message, Attributed):
+                continue
             if isinstance(message, tuple):
                 operator, answer = message
                 status = status_of(self.job, self._connections, self.leases, self.admission)
@@ -320,6 +334,8 @@ class Coordinator:
         while due := self.job.advance(self.anchor.now(), self._connections.__contains__, self._last_call):
             take(due)
         await self._make_durable(records)
+        if attributed:
+            await self._files.note_attributed()
         self.leases.longest_s = max(self.leases.longest_s, self.job.longest_lease_s)
         for node, reply in replies:
             if not (isinstance(reply, m.Reply) and reply.id < 0):
@@ -329,6 +345,25 @@ class Coordinator:
                 answer.set_result(result)
         self._answer_waiters()
         self._command_all()
+
+    def _want_verdicts(self, known: int) -> None:
+        """Have the failed cycles among the incidents after the first `known` looked at."""
+        if not self.config.attribution:
+            return
+        nodes = list(self.job.cycle.stopped) if self.job.cycle is not None else []
+        for name, mark in self.job.incidents[known:]:
+            if mark.kind == "fault" and name not in self.job.attributed:
+                self._diagnosing.want(name, mark, nodes)
+
+    def _attributed(self, found: Attributed) -> list[Record]:
+        """Say it, and what becomes of it."""
+        verdict = found.verdict
+        if verdict is None:
+            print(f"coordinator: {found.name}: no verdict: {found.problem}", file=sys.stderr, flush=True)
+            verdict = own_verdict(found.fault)
+        node = next((n for n in self.job.cycle.nodes if n in self._connections), "") if self.job.cycle else ""
+        self._send(node, m.Tell(epoch=self.journal.epoch, incident=found.name, text=f"{found.name}: {said(verdict)}"))
+        return self.job.attributed_records(found.name, found.fault, verdict)
 
     async def _make_durable(self, records: list[Record]) -> None:
         if records:

@@ -17,7 +17,6 @@ from keepstep.launcher.files import write_durable
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import StorageError
-from keepstep.records.timeline import Mark
 
 RETRY_S = 1.0
 REST = 5
@@ -27,12 +26,12 @@ REST = 5
 class CycleFiles:
     """Records of cycles on their way to disk."""
 
-    def __init__(self, run_dir: Path, job: JobState) -> None:
+    def __init__(self, run_dir: Path, job: JobState, attribution: bool) -> None:
+        """`attribution`: failed cycles get a verdict, and their incidents wait for it."""
         self._run_dir = run_dir
+        self._attribution = attribution
         self._job = job
         self._ended: dict[int, Cycle] = {}
-        self._incidents = 0
-        """How many of the job's are written."""
         self._changed = asyncio.Event()
         self._lock = asyncio.Lock()
 
@@ -57,7 +56,7 @@ class CycleFiles:
         """Write what `note_replayed` found, before anything else happens. Raises StorageError."""
         self._write(self._ended)
         self._ended = {}
-        self._write_incidents(list(self._job.incidents))
+        self._write_incidents()
 
     async def keep_written(self) -> None:
         """Write what changes until cancelled."""
@@ -73,8 +72,7 @@ class CycleFiles:
                     views[self._job.last_cycle] = cycle_record(self._job, ended=False)
                 try:
                     await asyncio.to_thread(self._write, views)
-                    new = self._job.incidents[self._incidents :]
-                    await asyncio.to_thread(self._write_incidents, new)
+                    await asyncio.to_thread(self._write_incidents)
                 except (StorageError, OSError) as error:
                     # The journal has it all; should that fail too, this process ends.
                     print(f"coordinator: a cycle's file is not up to date: {error}", file=sys.stderr, flush=True)
@@ -94,13 +92,21 @@ class CycleFiles:
         write_durable(self._run_dir / "verdict.json", to_pretty_json(self._job.verdict))
         ended, self._ended = self._ended, {}
         self._write(ended)
-        self._write_incidents(self._job.incidents[self._incidents :])
+        self._write_incidents()
         write_summary(self._run_dir, self._job)
+
+    async def note_attributed(self) -> None:
+        """A verdict has come; after the end of the job nobody else writes it, and lost time is charged to its class."""
+        self._changed.set()
+        if self._job.phase == "done":
+            async with self._lock:
+                await asyncio.to_thread(self._write_incidents)
+                await asyncio.to_thread(write_summary, self._run_dir, self._job)
 
     def _write(self, views: dict[int, Cycle]) -> None:
         for record in views.values():
             write_cycle(self._run_dir, record)
 
-    def _write_incidents(self, new: list[tuple[str, Mark]]) -> None:
-        write_incidents(self._run_dir, self._job.run_id, new)
-        self._incidents += len(new)
+    def _write_incidents(self) -> None:
+        job = self._job
+        write_incidents(self._run_dir, job.run_id, list(job.incidents), dict(job.attributed), wait=self._attribution)

@@ -1,11 +1,14 @@
-"""Incidents of a run: records for people in `incidents/`, made from the journal's marks alone.
+"""Incidents of a run: records for people in `incidents/`, made from the journal's marks and the verdicts on failed cycles.
 
-So far a checkpoint that a restore refused is one, or an image of it in memory. Numbers go by the order in the journal: the same
-file comes of it every time.
+A failed cycle is one, and a checkpoint that a restore refused, or an image of it in memory. Numbers go by the order in the journal:
+the same file comes of it every time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,13 @@ from keepstep.launcher.files import write_durable
 from keepstep.records.codec import rfc3339, to_pretty_json
 from keepstep.records.timeline import Mark
 
-_KINDS = {"quarantined": "checkpoint.quarantined", "image_refused": "checkpoint.image_refused"}
+_KINDS = {
+    "fault": "cycle.failed",
+    "quarantined": "checkpoint.quarantined",
+    "image_refused": "checkpoint.image_refused",
+}
+ATTRIBUTED = ("class", "signature", "confidence", "tier", "action", "entity", "summary")
+"""What the journal keeps of a verdict; all of it is in the incident."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +51,26 @@ def incident_id(number: int) -> str:
     return f"INC-{number:04d}"
 
 
-def incident_of(run_id: str, name: str, mark: Mark) -> Incident:
-    """The record of a mark that tells of one."""
+def incident_of(run_id: str, name: str, mark: Mark, verdict: dict[str, Any] | None = None) -> Incident:
+    """The record of a mark that tells of one. `verdict`: on a failed cycle, where there is one."""
+    return Incident(
+        id=name,
+        run_id=run_id,
+        attempt=mark.attempt,
+        cycle=mark.cycle,
+        time=rfc3339(mark.t_ns),
+        kind=_KINDS[mark.kind],
+        attrs=mark.attrs,
+        verdict=verdict or own_verdict(mark),
+    )
+
+
+def own_verdict(mark: Mark) -> dict[str, Any]:
+    """What the launcher knows by itself."""
     attrs = mark.attrs
+    if mark.kind == "fault":
+        summary = f"cycle {mark.cycle}: {attrs.get('detail') or attrs.get('kind')}"
+        return {"class": attrs.get("cause", "unknown"), "tier": "unknown", "action": "ask_human", "summary": summary}
     where = attrs.get("tier", "disk")
     if attrs.get("distrust"):
         found = {"class": "unknown", "tier": "unknown", "action": "ask_human"}
@@ -56,21 +82,39 @@ def incident_of(run_id: str, name: str, mark: Mark) -> Incident:
             "action": "none",
         }
     summary = f"checkpoint {attrs.get('checkpoint')} ({where}) was refused at restore: {attrs.get('reason')}"
-    return Incident(
-        id=name,
-        run_id=run_id,
-        attempt=mark.attempt,
-        cycle=mark.cycle,
-        time=rfc3339(mark.t_ns),
-        kind=_KINDS[mark.kind],
-        attrs=attrs,
-        verdict={**found, "summary": summary},
-    )
+    return {**found, "summary": summary}
 
 
-def write_incidents(run_dir: Path, run_id: str, found: list[tuple[str, Mark]]) -> None:
-    """Write those that are not there yet. Raises StorageError."""
+def said(verdict: Mapping[str, Any]) -> str:
+    """A verdict in one line."""
+    sure = f", {verdict['tier']} ({verdict['confidence']:.2f})" if "confidence" in verdict else ""
+    return f"{verdict['class']}{sure}: {verdict['summary']}; {verdict['action']}"
+
+
+def verdict_path(run_dir: Path, mark: Mark) -> Path:
+    """Where the whole verdict on a failed cycle lies."""
+    return run_dir / "evidence" / f"cycle-{mark.cycle:04d}" / "verdict.json"
+
+
+def write_incidents(
+    run_dir: Path, run_id: str, found: list[tuple[str, Mark]], attributed: Mapping[str, Mark], wait: bool
+) -> None:
+    """Write those that are not there yet. `attributed`: marks of the verdicts, by incident; `wait`: a failed cycle is written
+    once it has one. Raises StorageError.
+    """
     for name, mark in found:
+        verdict = attributed.get(name)
         path = run_dir / "incidents" / f"{name}.json"
-        if not path.exists():
-            write_durable(path, to_pretty_json(incident_of(run_id, name, mark)))
+        if path.exists() or (wait and mark.kind == "fault" and verdict is None):
+            continue
+        whole = None if verdict is None else _whole_verdict(run_dir, mark, verdict)
+        write_durable(path, to_pretty_json(incident_of(run_id, name, mark, whole)))
+
+
+def _whole_verdict(run_dir: Path, fault: Mark, verdict: Mark) -> dict[str, Any]:
+    """The verdict with its evidence; what the journal has of it when the file is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        whole = json.loads(verdict_path(run_dir, fault).read_bytes())
+        if isinstance(whole, dict):
+            return whole
+    return {key: verdict.attrs[key] for key in ATTRIBUTED if key in verdict.attrs}

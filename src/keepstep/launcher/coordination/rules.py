@@ -44,6 +44,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     workload: str | None = None
     """What a rank asked for: "stop" or "exclude"."""
     workload_reason: str = ""
+    attribution_stop: str | None = None
+    """Summary of a verdict that calls for the end of the job, where the configuration lets it end one."""
     excluded: list[str] = []
     """Nodes of this cycle that are left out of the next one."""
     probe: bool = False
@@ -103,7 +105,7 @@ def says_code_bug(failure: Failure) -> bool:
 
 
 def cause_of(failure: Failure | None, fault_kind: str | None) -> str:
-    """The launcher's own class of a fault; without attribution most faults stay unknown."""
+    """The launcher's own class of a fault, until a verdict says more."""
     if failure is None or fault_kind == "hang" or failure.cascade or failure.injected or address_in_use(failure):
         return "unknown"
     return "user_code" if failure.error_type is not None else "unknown"
@@ -132,6 +134,19 @@ def _workload_stop(e: Ended) -> Outcome | None:
         exit_code=e.no_restart_exit_code,
         cause="workload_request",
         message=e.workload_reason,
+    )
+
+
+def _attribution_stop(e: Ended) -> Outcome | None:
+    if e.attribution_stop is None:
+        return None
+    return Outcome(
+        rule="attribution_stop",
+        action="end",
+        verdict="no_restart",
+        exit_code=e.no_restart_exit_code,
+        cause="attribution_stop",
+        message=e.attribution_stop,
     )
 
 
@@ -253,6 +268,11 @@ RULES: tuple[tuple[str, Callable[[Ended], Outcome | None]], ...] = (
     ("stopped: asked to stop by a signal -> end, 128+n", _stopped),
     ("gang_check: the cycle was a test of the nodes (--gang-check) -> next cycle, free", _probe),
     ("workload_stop: a rank called run.request_stop -> end, --no-restart-exit-code", _workload_stop),
+    (
+        "attribution_stop: a verdict says that another try would fail alike (--attribution-stop no-restart) -> end, "
+        "--no-restart-exit-code",
+        _attribution_stop,
+    ),
     ("succeeded: every rank exited 0 -> end, 0", _succeeded),
     ("numerical_guard: a rank exited 43 -> end, 43", _numerical),
     ("config_or_code_bug: a rank exited 42 -> end, 42", _exit_42),

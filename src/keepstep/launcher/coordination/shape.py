@@ -23,6 +23,7 @@ def job_shape(config: RunConfig) -> JobShape:
         max_no_progress_cycles=config.max_no_progress_cycles,
         min_progress_iterations=config.min_progress_iterations,
         no_restart_exit_code=config.no_restart_exit_code,
+        stop_on_attribution=config.stop_on_attribution == "no-restart",
         gang_check=config.gang_check,
         marker_file=config.checkpoint_iteration_file is not None,
         topology=read_topology(Path(config.topology)) if config.topology else {},

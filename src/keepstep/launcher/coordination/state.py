@@ -58,6 +58,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int | None = None
     max_no_progress_cycles: int = 3
     min_progress_iterations: int = 1
+    stop_on_attribution: bool = False
     no_restart_exit_code: int = 93
     gang_check: str = "off"
     marker_file: bool = False
@@ -212,6 +213,10 @@ class JobState:
         self.incidents: list[tuple[str, Mark]] = []
         """Id and mark of every incident of the run."""
         self.stop: Record | None = None
+        self.attribution_stop: str | None = None
+        """Summary of the verdict that ends the job."""
+        self.attributed: dict[str, Mark] = {}
+        """Marks of verdicts, by incident."""
         self.verdict: VerdictFile | None = None
         self.counted = 0
         self.port_retries = 0
@@ -257,6 +262,7 @@ class JobState:
             self.phase, self.cycle, self.nodes, self.layout = "forming", None, {}, []
             self.excluded, self.losses, self.away, self.trained = {}, {}, set(), False
             self.stop, self.verdict, self.counted, self.port_retries = None, None, 0, 0
+            self.attribution_stop = None
             self.last_fingerprint = None
             self.progress = Progress(last=r.get("marker"))
 
@@ -265,6 +271,8 @@ class JobState:
         self.marks.append(mark)
         if is_incident(mark):
             self.incidents.append((incident_id(len(self.incidents) + 1), mark))
+        if mark.kind == "attributed":
+            self.attributed[mark.attrs["incident"]] = mark
         self.failures.take_mark(mark.kind, mark.t_ns, mark.attrs)
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True
@@ -341,6 +349,12 @@ class JobState:
             self.cycle.workload = r
             if self.phase == "running":
                 self.phase = "stopping"
+
+    def _apply_attribution_stop(self, r: Record) -> None:
+        """A verdict says that another try would fail alike."""
+        self.attribution_stop = r["summary"]
+        if self.phase == "running":
+            self.phase = "stopping"
 
     def _apply_excluded(self, r: Record) -> None:
         self.excluded[r["node"]] = r["reason"]

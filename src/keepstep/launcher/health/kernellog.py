@@ -19,7 +19,8 @@ LIMIT_BYTES = 2 << 20
 XID_LIMIT = 1000
 RECORD_BYTES = 8192
 """A record of /dev/kmsg with its continuation never exceeds this (CONSOLE_EXT_LOG_MAX)."""
-KMSG = Path("/dev/kmsg")
+ENV_KMSG = "KEEPSTEP_KMSG"
+"""A fifo or file that stands for /dev/kmsg: in containers, and to try things out."""
 XID = re.compile(r"NVRM: Xid|nvidia-nvswitch\d*: SXid")
 OOM = re.compile(r"oom-kill:|Out of memory: Killed process|Memory cgroup out of memory|invoked oom-killer")
 STAMPED = re.compile(r"^(?:<\d+>)?\[\s*(\d+)\.(\d{1,9})\]\s?(.*)$")
@@ -44,9 +45,15 @@ class KernelLog(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is nothing, or why another source had to do."""
 
 
-def last_sequence(path: Path = KMSG) -> int | None:
+def kmsg_path() -> Path:
+    """The kernel's log of this host."""
+    return Path(os.environ.get(ENV_KMSG) or "/dev/kmsg")
+
+
+def last_sequence(path: Path | None = None) -> int | None:
     """Sequence number of the newest record, None when the log cannot be read. Take it when a cycle starts."""
     last = None
+    path = path or kmsg_path()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -92,9 +99,10 @@ def parse_record(record: bytes) -> tuple[int, float, str] | None:
 
 
 def read_log(
-    since_boot_ns: int, after_sequence: int | None = None, limit_s: float = 5.0, path: Path = KMSG
+    since_boot_ns: int, after_sequence: int | None = None, limit_s: float = 5.0, path: Path | None = None
 ) -> KernelLog:
     """The log since `since_boot_ns` (CLOCK_BOOTTIME), or exactly after `after_sequence` where that is known. Never raises."""
+    path = path or kmsg_path()
     since_s = log_time_s(since_boot_ns)
     deadline = time.monotonic() + limit_s
     try:

@@ -17,6 +17,7 @@ import msgspec
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_id, boot_ns
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.diagnosing import END_WAIT_S
 from keepstep.launcher.coordination.lead import (
     Child,
     coordinator_child,
@@ -25,10 +26,11 @@ from keepstep.launcher.coordination.lead import (
     make_folder_id,
     split_endpoint,
 )
-from keepstep.launcher.files import RunLock, write_durable
+from keepstep.launcher.files import RunLock
 from keepstep.launcher.node import injections
 from keepstep.launcher.node.guard import Guard
 from keepstep.launcher.node.injections import lose_node
+from keepstep.launcher.node.lastwords import leave_verdict, untold
 from keepstep.launcher.node.link import Link, RefusedError, Target
 from keepstep.launcher.node.localcycle import LocalCycle
 from keepstep.launcher.node.memorytier import MemoryTier
@@ -43,9 +45,7 @@ from keepstep.launcher.ranks.environment import stop_notice_s
 from keepstep.launcher.ranks.spawn import SpawnError
 from keepstep.launcher.ranks.starter import RankStarter
 from keepstep.launcher.trust import fence_key
-from keepstep.records.codec import to_pretty_json
-from keepstep.records.cycle import VerdictFile
-from keepstep.records.errors import ConfigError, KeepstepError, StorageError
+from keepstep.records.errors import ConfigError, KeepstepError
 from keepstep.records.exits import EXIT_FAILURE
 from keepstep.records.frames import ENV_AGENT_SOCKET, ENV_RUN_DIR
 from keepstep.records.inject import NODE_KINDS, Injection, parse_injection
@@ -95,6 +95,8 @@ class Agent:
         self._care = NodeCare(config, self.say, self.infrastructure)
         self._problems: list[str] = []
         self._role = ""
+        self._told: set[str] = set()
+        """Incidents whose verdict was said here."""
         self._guard = Guard(self._fence_word(), self._on_lease_over, self.say) if self._several else None
         self.cycles = NodeCycles(self, self._starter, self._care, self._guard)
         self._signals = 0
@@ -137,7 +139,8 @@ class Agent:
             return self._report_end(self._end.result())
         except (RefusedError, SpawnError, KeepstepError) as error:
             self.say(str(error))
-            self._leave_verdict(str(error))
+            if self._leads:
+                leave_verdict(self.run_dir, self.run_id, self._attempt(), str(error))
             return EXIT_FAILURE
         finally:
             await self.cycles.finish(self.config.stop_grace_s + 5)
@@ -158,28 +161,19 @@ class Agent:
     def _over(self) -> bool:
         return self._end is None or self._end.done()
 
-    def _leave_verdict(self, message: str) -> None:
-        """The launcher itself failed: say so where the coordinator could not."""
-        path = self.run_dir / "verdict.json"
-        if not self._leads or path.exists():
-            return
-        verdict = VerdictFile(
-            run_id=self.run_id,
-            attempt=self._link.welcome.attempt if self._link.welcome is not None else -1,
-            outcome="failed",
-            exit_code=EXIT_FAILURE,
-            cause="launcher_error",
-            message=message,
-        )
-        with contextlib.suppress(StorageError):
-            write_durable(path, to_pretty_json(verdict))
+    def _attempt(self) -> int:
+        """Of this life, -1 when no coordinator ever answered."""
+        return self._link.welcome.attempt if self._link.welcome is not None else -1
 
     async def _shut_down(self) -> None:
         self._starter.close()
         if self._guard is not None:
             self._guard.close()
         if self._coordinator is not None:
-            await self._coordinator.end(HOLD_OPEN_S if self.config.nnodes + self.config.spares > 1 else 3.0)
+            patience_s = HOLD_OPEN_S if self._several else 3.0
+            await self._coordinator.end(patience_s + (END_WAIT_S if self.config.attribution else 0.0))
+            for line in untold(self.run_dir, self._told, self._attempt()):
+                self.say(line)
         if not self._several:
             self._logs.drain(1.0)
         self._logs.close()
@@ -362,6 +356,9 @@ class Agent:
         match command:
             case m.Welcome():
                 self._on_welcome(command)
+            case m.Tell():
+                self._told.add(command.incident)
+                self.say(command.text)
             case m.DoInjection():
                 self.inject(command.cycle, command.spec, asked_for=True)
             case m.StartCycle():
@@ -423,7 +420,9 @@ class Agent:
         if injection.kind in NODE_KINDS and injection.node is None and injection.rank not in cycle.ranks:
             return
         coordinator = self._coordinator.pid if self._coordinator is not None else None
-        if injection.kind == "partition":
+        if injection.kind == "xid":
+            injections.report_xid(injection, self.say)
+        elif injection.kind == "partition":
             self.say(f"injecting partition: no connection to the coordinator for {injection.seconds or 10.0:g} s")
             self._link.cut(injection.seconds or 10.0)
         elif injection.kind == "node-loss":
