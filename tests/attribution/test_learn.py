@@ -65,11 +65,6 @@ def test_a_sign_that_comes_with_the_real_one_does_not_take_its_credit() -> None:
 
 
 def test_the_verdict_after_learning_is_the_verified_one() -> None:
-    import msgspec
-
-    from keepstep.catalog.load import Catalog
-    from keepstep.records.event import Event
-
     seen: list[Event] = [event("gpu.dirty", 0, node="a", gpu=GPU)]
     before = attribute(seen, CATALOG)
     found = [outcome_of(before, "framework", CATALOG) for _ in range(25)]
