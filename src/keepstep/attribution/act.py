@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from keepstep.attribution.causes import Seen
-from keepstep.records.verdict import NODE_ACTIONS, Action, FaultClass, Tier
+from keepstep.catalog.priors import Tiers
+from keepstep.records.verdict import NODE_ACTIONS, Action, FaultClass
 
 STRENGTH: tuple[Action, ...] = (
     "none",
@@ -66,16 +67,31 @@ class Choice(NamedTuple):
     note: str
 
 
-def choose(fault_class: FaultClass, tier: Tier, first: Seen | None, supporters: Sequence[Seen]) -> Choice:
+def choose(
+    fault_class: FaultClass,
+    first: Seen | None,
+    supporters: Sequence[Seen],
+    chances: Mapping[FaultClass, float],
+    tiers: Tiers,
+) -> Choice:
     """The action for a class with its first cause and the unexplained signs that support it, strongest first."""
-    if fault_class == "unknown" or first is None or tier == "unknown":
+    if fault_class == "unknown" or first is None or chances[fault_class] < tiers.possible:
         return Choice("ask_human", None, "nothing is sure enough to act on")
     wanted = _wanted(fault_class, first, supporters)
     if wanted is None:
         return Choice("ask_human", None, "no entry of the catalog calls for an action")
     action = wanted.entry.action or "ask_human"
-    bound = _bound(action, fault_class, tier, wanted, supporters)
+    bound = _bound(action, fault_class, wanted, supporters)
+    if not bound and action in NODE_ACTIONS and cause_chance(wanted, chances) < tiers.probable:
+        bound = f"{action} needs a cause that is at least probable"
     return Choice("ask_human", wanted, bound) if bound else Choice(action, wanted, "")
+
+
+def cause_chance(sign: Seen, chances: Mapping[FaultClass, float]) -> float:
+    """Probability that a sign tells the cause, whichever of the classes it speaks for: silicon and firmware of one GPU get the
+    same reset. What it says of the program does not count: that calls for something else.
+    """
+    return sum(chances[c] for c in chances if c not in ("unknown", "user_code") and sign.weight(c) > 0)
 
 
 def _wanted(fault_class: FaultClass, first: Seen, supporters: Sequence[Seen]) -> Seen | None:
@@ -98,7 +114,7 @@ def _wanted(fault_class: FaultClass, first: Seen, supporters: Sequence[Seen]) ->
     return max([first, *strong], key=lambda s: STRENGTH.index(s.entry.action or "none"))
 
 
-def _bound(action: Action, fault_class: FaultClass, tier: Tier, wanted: Seen, supporters: Sequence[Seen]) -> str:
+def _bound(action: Action, fault_class: FaultClass, wanted: Seen, supporters: Sequence[Seen]) -> str:
     """Why the action may not be taken; empty when it may."""
     # A weak sign beside a strong one does not bind it: an application Xid next to a GPU that is gone.
     least = wanted.weight(fault_class) / 2
@@ -113,8 +129,6 @@ def _bound(action: Action, fault_class: FaultClass, tier: Tier, wanted: Seen, su
     for rule in HARD_RULES:
         if action in rule.forbids and any(rule.applies(s) for s in resting):
             return f"never {action} for {rule.name}: {rule.why}"
-    if tier not in ("certain", "probable"):
-        return f"{action} needs a verdict that is at least probable"
     named = wanted.place.node or wanted.place.gpu or wanted.place.nic
     if named is None and wanted.entry.scope not in ("gpu", "nic", "node"):
         return f"{action} needs a node, GPU or NIC that is named"

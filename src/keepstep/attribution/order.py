@@ -73,7 +73,7 @@ def gap_s(one: Event, other: Event) -> float | None:
     return (other.time_ns - one.time_ns) / SECOND_NS
 
 
-def canonical(event: Event) -> tuple[bool, int, str, str, int, str, str]:
+def canonical(event: Event) -> tuple[bool, int, str, str, int, str, str, str]:
     """Key that orders events alike however their files were given: by time where there is one, then by where they stand."""
     return (
         event.time_ns is None,
@@ -83,4 +83,5 @@ def canonical(event: Event) -> tuple[bool, int, str, str, int, str, str]:
         event.order,
         event.signature,
         event.evidence.text,
+        f"{event.id} {event.node} {event.rank} {event.gpu} {event.nic}",
     )

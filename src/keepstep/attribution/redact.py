@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 Replace = Callable[[re.Match[str]], str]
 
@@ -21,7 +22,7 @@ HOST_PLACES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(p, re.MULTILINE)
     for p in (
         rf"^(?:<\d+>)?{_STAMP} (?P<name>{_HOST}) [\w./-]+(?:\[\d+\])?: ",  # syslog
-        rf"^(?P<name>{_HOST}):\d+:\d+ \[\d+\] ",  # NCCL
+        rf"^(?P<name>{_HOST}):\d{{1,9}}:\d{{1,9}} \[\d+\] ",  # NCCL
         rf"(?:addr|remote)=\[?(?P<name>{_HOST})\]?:\d+",  # c10d sockets
         rf"\[(?P<name>{_HOST})\]:\d+",
         rf"(?i:\b_?(?:host|hostname|node|node_?name|master_addr|nodeset|server|instance|kubernetes_node|nodelist|slurmd_nodename|batchhost)"
@@ -30,8 +31,8 @@ HOST_PLACES: tuple[re.Pattern[str], ...] = tuple(
         rf"\bJOB \d+(?:\.\S+)? ON (?P<name>{_HOST}) ",
         rf"(?i:\bnodes?[ /])(?P<name>{_HOST}\d)\b",
         r"(?P<name>\b[a-z0-9][a-z0-9-]{0,62}(?:\.[a-z0-9-]{1,63}){0,8}\.(?:internal|local|lan|corp|intra|cluster|svc|compute|hpc|com|net|org|edu|gov|io|ai)\b)",
-        rf"(?i:\bssh (?:-\S+ )*)(?:[\w.-]+@)?(?P<name>{_HOST})",
-        rf"(?:[a-z_][\w.-]*@)(?P<name>{_HOST})[:#$ ~]",
+        rf"(?i:\bssh (?:-\S{{1,40}} ){{0,8}}(?:\d+ )?)(?:[\w.-]{{1,64}}@)?(?P<name>{_HOST})",
+        rf"\b[a-z_][\w.-]{{0,63}}@(?P<name>{_HOST})[:#$ ~]",
     )
 )
 """Where a name can only be that of a host."""
@@ -39,10 +40,10 @@ HOST_PLACES: tuple[re.Pattern[str], ...] = tuple(
 USER_PLACES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(p, re.MULTILINE)
     for p in (
-        r"/(?:home|Users)/(?P<name>[A-Za-z_][\w.-]*)",
+        r"/(?:home|Users)/(?P<name>[A-Za-z_][\w.-]{0,63})",
         r"(?i:\b(?:user|username|logname|owner|submitted_by|author)[\"']?\s*[=:]\s*[\"']?)(?P<name>[A-Za-z_][\w.-]*)",
         r"(?i:\bUserId=)(?P<name>[A-Za-z_][\w.-]*)\(\d+\)",
-        r"(?P<name>\b[a-z_][\w.-]*)@[A-Za-z][\w.-]*[:#$ ~]",
+        r"\b(?P<name>[a-z_][\w.-]{0,63})@[A-Za-z][\w.-]{0,253}[:#$ ~]",
     )
 )
 """Where a name can only be that of a person or an account."""
@@ -55,28 +56,46 @@ KEPT_NAMES = frozenset(
 )  # fmt: skip
 """Words of the trade that stand in such places and name nobody."""
 
-KEPT_ROOTS = ("/dev/", "/proc/", "/sys/", "/usr/lib/", "/usr/bin/", "/usr/local/cuda", "/var/log/", "/lib/modules/", "/bin/", "/run/")
+KEPT_ROOTS = (
+    "/dev/",
+    "/proc/",
+    "/sys/",
+    "/usr/lib/",
+    "/usr/bin/",
+    "/usr/local/cuda",
+    "/var/log/",
+    "/lib/modules/",
+    "/bin/",
+    "/run/",
+)
 """Paths that are alike on every machine and tell nothing of a site."""
 
 _SECRETS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
-        ("private_key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"),
+        ("private_key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,20000}?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"),
         ("token", r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}"),  # JWT
-        ("token", r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|npm_|pypi-|ya29\.|dop_v1_)[A-Za-z0-9_.-]{10,}"),
+        (
+            "token",
+            r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|npm_|pypi-|ya29\.|dop_v1_)[A-Za-z0-9_.-]{10,}",
+        ),
         ("token", r"\b(?:AKIA|ASIA|AROA)[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{35}"),
         ("token", r"(?i:\bbearer\s+|\bbasic\s+)[A-Za-z0-9._~+/=-]{8,}"),
         ("credentials", r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"),
         ("signature", r"(?i:(?<=signature=)|(?<=[?&]sig=)|(?<=x-amz-security-token=))[A-Za-z0-9%/+=_-]{8,}"),
-        ("email", r"\b[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){0,8}\.[A-Za-z]{2,24}\b"),
+        (
+            "email",
+            r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63}){0,8}\.[A-Za-z]{2,24}\b",
+        ),
     )
 )
 """Secrets and addresses that their form gives away, whatever stands around them."""
 
 _KEYED = re.compile(
-    r"(?i)(?P<key>[\"']?[\w.-]{0,64}(?:passw(?:or)?d|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|credential|auth)"
+    r"(?i)(?<![\w.-])(?P<key>[\"']?[\w.-]{0,64}?(?:passw(?:or)?d|passwd|passphrase|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|credential|auth)"
     r"[\w.-]{0,64}[\"']?\s*[=:]\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&]{4,})"
 )
+_COUNT = re.compile(r"\d{1,13}(?:\.\d{1,6})?[\]}]*\Z")
 _HARMLESS_VALUE = re.compile(r"(?i)(?:true|false|none|null|\d{1,6}|<[\w -]+>|\*+|\[redacted.*)\Z")
 _IPV4 = re.compile(r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w]|\.\d)")
 _IPV6 = re.compile(
@@ -123,6 +142,16 @@ class Redactor:
         for rule, pattern in (("mac", _MAC), ("ip", _IPV4), ("ip", _IPV6)):
             text = pattern.sub(self._named(rule), text)
         return _TOKEN.sub(self._token, text) if self._known else text
+
+    def value(self, given: Any, key: str = "") -> Any:
+        """A JSON value with all its texts redacted; one whose key names a secret is none any more."""
+        if isinstance(given, dict):
+            return {name: self.value(inner, str(name)) for name, inner in given.items()}
+        if isinstance(given, list):
+            return [self.value(inner, key) for inner in given]
+        if not isinstance(given, str):
+            return given
+        return self.redact(f"{key}={given}").partition("=")[2] if _KEYED.match(f"{key}={given}") else self.redact(given)
 
     def _learn(self, kind: str, name: str) -> None:
         name = name.strip(".-_").lower()
@@ -180,7 +209,10 @@ class Redactor:
         return replace
 
     def _keyed(self, match: re.Match[str]) -> str:
-        if _HARMLESS_VALUE.match(match["value"]):
+        key, value = match["key"].lower(), match["value"]
+        # "tokens": 8388608 counts what a model read.
+        counted = "token" in key and not match["quote"] and bool(_COUNT.match(value))
+        if counted or _HARMLESS_VALUE.match(value):
             return match[0]
         self.counts["secret"] += 1
         return f"{match['key']}{match['quote']}[redacted secret]"

@@ -18,7 +18,7 @@ from keepstep.attribution.current import cleared, stops, survivors
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
-from keepstep.attribution.rules import RULES
+from keepstep.attribution.rules import PAST_RULES, RULES
 from keepstep.attribution.weigh import Scores, Term, weigh
 from keepstep.attribution.wording import summary, title_of
 from keepstep.catalog.load import Catalog
@@ -57,6 +57,9 @@ def judge(
     places = Places([e for e in given if e.stale is None], ranks)
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
+    past = [e for e in marked if e.stale is not None]
+    for past_rule in PAST_RULES:
+        live += [e for e in past_rule(live, past, catalog) if e.signature in catalog]
     for rule in RULES:
         live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
@@ -98,7 +101,7 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         return None
     past = [_past(e, catalog) for e in stale]
     counted = [*seen, *(p for p in past if p is not None)]
-    scores = weigh([s._replace(survived=False) for s in counted], priors)
+    scores = weigh([s._replace(survived=False) for s in counted], _calm(priors))
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
@@ -118,6 +121,11 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         summary=summary(fault_class, "possible", "none", True, cause, entity),
     )
     return Judgement(verdict, scores, tuple(seen), tuple(stale), Choice("none", cause, "no current fault"))
+
+
+def _calm(priors: Priors) -> Priors:
+    """Where nothing is wrong there is no cause to be kept for the unknown: what was seen says whose it is."""
+    return msgspec.structs.replace(priors, log_odds=priors.log_odds | {"unknown": 0.0})
 
 
 def _past(event: Event, catalog: Catalog) -> Seen | None:
@@ -140,7 +148,7 @@ def _with_fault(
 ) -> Judgement:
     scores = weigh(seen, priors)
     best = scores.best
-    named = best != "unknown" and scores.margin(best) >= priors.tiers.margin
+    named = best != "unknown" and (scores.margin(best) >= priors.tiers.margin or _one_sign(seen, scores))
     fault_class: FaultClass = best if named else "unknown"
     supporters = _supporters(seen, fault_class)
     causes = [s for s in supporters if s.can_be_cause]
@@ -149,7 +157,7 @@ def _with_fault(
     first = first_of([s for s in causes if 2 * s.weight(fault_class) >= strongest])
     chance = scores.chances[fault_class]
     tier = tier_of(chance, first is not None, priors) if named else "unknown"
-    choice = choose(fault_class, tier, first, supporters)
+    choice = choose(fault_class, first, supporters, scores.chances, priors.tiers)
     decisive = choice.rested_on or first or first_of([s for s in seen if s.entry.role in FAILING])
     calm = choice.action == "none"
     entity = _entity(first, choice.rested_on)
@@ -168,6 +176,13 @@ def _with_fault(
         summary=summary(fault_class, tier, choice.action, calm, decisive, entity),
     )
     return Judgement(verdict, scores, tuple(seen), tuple(stale), choice)
+
+
+def _one_sign(seen: Sequence[Seen], scores: Scores) -> bool:
+    """Whether the two likeliest classes rest on one sign, which says both: then it is known what happened, if not whose it is."""
+    best, other = sorted((c for c in CLASSES if c != "unknown"), key=lambda c: -scores.chances[c])[:2]
+    of_best, of_other = _supporters(seen, best), _supporters(seen, other)
+    return bool(of_best and of_other) and of_best[0] is of_other[0]
 
 
 def _supporters(seen: Sequence[Seen], fault_class: FaultClass) -> list[Seen]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would carry the token elsewhere."""
 
     def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
-        return None
+        """Follow none: the status becomes an HTTPError."""
 
 
 def add_summary(fields: dict[str, Any], url: str, model: str, file: Path | None) -> None:
@@ -58,7 +58,7 @@ def add_summary(fields: dict[str, Any], url: str, model: str, file: Path | None)
         note(f"no summary written: {file}: {error.strerror}")
 
 
-def summary_of(fields: dict[str, Any], url: str, model: str, token: str | None) -> str:
+def summary_of(fields: dict[str, Any], url: str, model: str, token: str | None, limit_s: float = LIMIT_S) -> str:
     """The endpoint's words on a redacted report. Raises OSError (network, time limit) and ValueError, LookupError or TypeError for
     an answer that is none.
     """
@@ -72,10 +72,16 @@ def summary_of(fields: dict[str, Any], url: str, model: str, token: str | None) 
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(_NoRedirect)
-    with opener.open(request, timeout=LIMIT_S) as answer:
-        data = answer.read(LIMIT_BYTES + 1)
-    if len(data) > LIMIT_BYTES:
-        raise ValueError(f"the answer is longer than {LIMIT_BYTES} bytes")
+    deadline = time.monotonic() + limit_s
+    data = b""
+    with opener.open(request, timeout=limit_s) as answer:
+        # The time limit of a socket is that of each piece: an endpoint that drips is stopped here.
+        while piece := answer.read1(1 << 16):
+            data += piece
+            if len(data) > LIMIT_BYTES:
+                raise ValueError(f"the answer is longer than {LIMIT_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no whole answer within {limit_s:g} s")
     text = json.loads(data)["choices"][0]["message"]["content"]
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the answer has no text")

@@ -10,7 +10,7 @@ import click
 
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import moment_ns
-from keepstep.cli.why_inputs import Asked, asked
+from keepstep.cli.why_inputs import Asked, asked, read_all
 from keepstep.records.errors import KeepstepError
 from keepstep.records.exits import EXIT_OK, EXIT_PROBLEM
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 )
 @click.argument("paths", nargs=-1)
 @click.option("--run", help="The run that an incident (INC-0001) is of; alone: its last failed cycle.")
-@click.option("--cycle", type=click.IntRange(min=0), metavar="N", help="Of a run folder: this cycle, not the last failed.")
+@click.option(
+    "--cycle", type=click.IntRange(min=0), metavar="N", help="Of a run folder: this cycle, not the last failed."
+)
 @click.option("--since", metavar="TIME", help="Older signs do not count: 30m, 2h, 1d before now, or an RFC 3339 time.")
 @click.option("--until", metavar="TIME", help="Later signs are left out.")
-@click.option("--now", metavar="TIME", help="What \"now\" is, for spans of time and dates without a year (RFC 3339).")
+@click.option("--now", metavar="TIME", help='What "now" is, for spans of time and dates without a year (RFC 3339).')
 @click.option("--explain", is_flag=True, help="Show every term of the sums behind the verdict.")
 @click.option("--summarize-with", metavar="URL", help="Chat endpoint (OpenAI's protocol) that words a summary, beside.")
 @click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")
@@ -74,10 +76,9 @@ def judged(question: Asked, since_ns: int | None, until_ns: int | None, explain:
     from keepstep.attribution.verdict import judge
     from keepstep.catalog.load import VERSION, shipped
     from keepstep.records.verdict import verdict_fields
-    from keepstep.sources.reading import read_paths
 
     catalog = shipped()
-    reading = read_paths(question.paths, catalog)
+    reading = read_all(question.paths)
     if not reading.used:
         because = "; ".join(reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")

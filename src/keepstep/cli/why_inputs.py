@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepstep.attribution.places import UNMAPPED, RankMap, map_of_cycle
 from keepstep.cli.goodput import find_run, read_cycles
@@ -14,6 +15,10 @@ from keepstep.cli.output import NotFoundError
 from keepstep.cli.runs import resolve_run
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError, KeepstepError
+
+if TYPE_CHECKING:
+    from keepstep.catalog.matcher import Matcher
+    from keepstep.sources.reading import Reading
 
 INCIDENT = re.compile(r"INC-\d+")
 WELL_ENDED = frozenset({"succeeded", "success", "finished", None})
@@ -50,6 +55,23 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
     if missing:
         raise NotFoundError(f"no such file or folder: {', '.join(missing)}")
     return Asked(tuple(paths))
+
+
+@functools.cache
+def shipped_matcher() -> Matcher:
+    """The patterns of the shipped catalog, compiled once a process: that takes longer than reading most logs."""
+    from keepstep.catalog.load import shipped
+    from keepstep.catalog.matcher import Matcher
+
+    return Matcher(shipped())
+
+
+def read_all(paths: Sequence[str]) -> Reading:
+    """What files, folders and standard input ("-") tell."""
+    from keepstep.catalog.load import shipped
+    from keepstep.sources.reading import read_paths
+
+    return read_paths(paths, shipped(), matcher=shipped_matcher())
 
 
 def is_run_folder(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A verdict on a terminal: for somebody who was woken by it and wants to know, in this order, whose fault, where, and what to do."""
+"""A verdict on a terminal, for somebody who was woken by it: whose fault, where, what to do, and only then why."""
 
 from __future__ import annotations
 

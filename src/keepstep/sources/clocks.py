@@ -59,6 +59,11 @@ class Clock:
             self._seen = Timed(time_ns, "neighbour")
             self.near_ns = time_ns
 
+    def forget(self) -> None:
+        """Another text begins: its lines do not follow those before. What is known of the year and the zone stays."""
+        self._seen = Timed()
+        self._boot_ns = 0
+
     def resolve(self, said: Said) -> Timed:
         """The time of the next line. One that says nothing has that of its predecessor."""
         stamp = said.stamp

@@ -14,6 +14,12 @@ BLOCK_BYTES = 1 << 20
 ZSTD_WINDOW_BYTES = 1 << 27
 """What `zstd --long` writes; a file that asks for more memory than this is not read."""
 
+SAMPLE_BYTES = 64 << 10
+RECORDER_KEYS = (b"pg_config", b"nccl_version", b"comm_lib_version", b"pg_status")
+
+SAMPLE_BYTES = 64 << 10
+RECORDER_KEYS = (b"pg_config", b"nccl_version", b"comm_lib_version", b"pg_status")
+
 BINARY_MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x7fELF", "an ELF file (a program or a core)"),
     (b"PK\x03\x04", "a zip archive (torch checkpoints are some)"),
@@ -78,6 +84,11 @@ def what_binary(head: bytes) -> str | None:
     if strange * 20 > len(told):
         return "binary data"
     return "nothing but NUL bytes" if not told else None
+
+
+def is_flight_recorder(head: bytes) -> bool:
+    """Whether a file that begins so is a dump of torch's flight recorder: a pickle with its keys. Nothing is unpickled here."""
+    return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in head[:SAMPLE_BYTES] for key in RECORDER_KEYS)
 
 
 def wide_encoding(head: bytes) -> str | None:
