@@ -167,7 +167,8 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     if is_flight_recorder(data):
         whole.dumps.append(path)
         return
-    binary = what_binary(data[:4096])
+    # A crash leaves blocks of NUL in a log, also at its begin.
+    binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
     if binary is not None:
         whole.unreadable.append(f"{path}: {binary}")
     elif size > WHOLE_BYTES or data.count(b"\n") > WHOLE_LINES:
@@ -184,6 +185,7 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
 
 
 def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
+    near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
         for event in line_events(document, whole.matcher, whole.catalog):
@@ -194,7 +196,7 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
         blocks = _completed(block_events(document, whole.catalog), document)
         events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
         whole.events += events
-        whole.facts.append(facts_of(document))
+        whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 
 
