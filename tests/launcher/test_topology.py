@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from keepstep.launcher.coordination.topology import (
     choose,
     distance,
-    expand_hosts,
     natural_key,
     order,
     own_levels,
@@ -21,6 +20,7 @@ from keepstep.launcher.coordination.topology import (
     scatter,
 )
 from keepstep.records.errors import ConfigError
+from keepstep.records.hostlist import expand_hosts
 
 LEVELS = st.lists(st.sampled_from(["g1", "g2", "g10"]), max_size=3)
 NAMES = st.integers(0, 30).map("n{}".format)

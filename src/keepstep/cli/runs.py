@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,6 +141,18 @@ def _meets(value: Any, selector: Selector) -> bool:
 
 
 # ---- times
+
+
+def moment_ns(text: str, now_ns: int, flag: str) -> int:
+    """A time or a span before now, as `since_time` reads it, in nanoseconds. Raises ConfigError naming the flag."""
+    try:
+        time = since_time(text, now_ns)
+        day = datetime.datetime.fromisoformat(time[:19]).replace(tzinfo=datetime.UTC)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--since", flag, 1)) from error
+    return round(day.timestamp()) * 1_000_000_000 + int(time[20:-1])
 
 
 def since_time(text: str, now_ns: int) -> str:

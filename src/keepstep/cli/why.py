@@ -2,33 +2,126 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from keepstep.cli.output import emit, output_option
-from keepstep.records.exits import EXIT_PROBLEM
-from keepstep.records.verdict import Verdict, verdict_fields
+from keepstep.cli.output import emit, note, output_option
+from keepstep.cli.runs import moment_ns
+from keepstep.cli.why_inputs import Asked, asked, read_all
+from keepstep.records.errors import KeepstepError
+from keepstep.records.exits import EXIT_OK, EXIT_PROBLEM
+
+if TYPE_CHECKING:
+    from keepstep.attribution.verdict import Judgement
+    from keepstep.sources.reading import Reading
 
 
-@click.command()
-@click.argument("paths", nargs=-1, required=True)
+@click.command(
+    epilog="Exit codes: 3 there is a current fault, or nothing says that there is none; 0 there is none; "
+    "1 nothing could be read; 6 no such path."
+)
+@click.argument("paths", nargs=-1)
+@click.option("--run", help="The run that an incident (INC-0001) is of; alone: its last failed cycle.")
+@click.option(
+    "--cycle", type=click.IntRange(min=0), metavar="N", help="Of a run folder: this cycle, not the last failed."
+)
+@click.option("--since", metavar="TIME", help="Older signs do not count: 30m, 2h, 1d before now, or an RFC 3339 time.")
+@click.option("--until", metavar="TIME", help="Later signs are left out.")
+@click.option("--now", metavar="TIME", help='What "now" is, for spans of time and dates without a year (RFC 3339).')
+@click.option("--explain", is_flag=True, help="Show every term of the sums behind the verdict.")
+@click.option("--summarize-with", metavar="URL", help="Chat endpoint (OpenAI's protocol) that words a summary, beside.")
+@click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")
+@click.option("--summary-file", type=click.Path(path_type=Path), help="Where the summary goes; default: stderr.")
 @output_option
-def why(paths: tuple[str, ...], output: str) -> None:
-    """Say whose fault it was, with evidence, from logs and records in PATH..."""
-    from keepstep.attribution.verdict import attribute
-    from keepstep.catalog.load import shipped
-    from keepstep.sources.reading import read_paths
+def why(
+    paths: tuple[str, ...],
+    run: str | None,
+    cycle: int | None,
+    since: str | None,
+    until: str | None,
+    now: str | None,
+    explain: bool,
+    summarize_with: str | None,
+    summarize_model: str,
+    summary_file: Path | None,
+    output: str,
+) -> None:
+    """Say whose fault it was, with evidence, from logs and records in PATH... ("-": standard input).
+
+    PATH may be a run folder, or an incident of a run (INC-0001).
+    """
+    now_ns = time.time_ns() if now is None else moment_ns(now, 0, "--now")
+    window = tuple(None if t is None else moment_ns(t, now_ns, n) for t, n in ((since, "--since"), (until, "--until")))
+    question = asked(paths, run, cycle)
+    fields = question.recorded or judged(question, window[0], window[1], explain)
+    emit(
+        fields,
+        output,
+        table=lambda console, wide: _show(fields, console, wide),
+        name=lambda found: str(found["signature"]),
+    )
+    if summarize_with is not None:
+        from keepstep.cli.summarize import add_summary
+
+        add_summary(fields, summarize_with, summarize_model, summary_file)
+    raise SystemExit(EXIT_OK if fields["no_current_fault"] else EXIT_PROBLEM)
+
+
+def judged(question: Asked, since_ns: int | None, until_ns: int | None, explain: bool) -> dict[str, Any]:
+    """The verdict on what is asked about, as keepstep.verdict/1 with what it came from. Raises KeepstepError."""
+    from keepstep.attribution.current import windowed
+    from keepstep.attribution.verdict import judge
+    from keepstep.catalog.load import VERSION, shipped
+    from keepstep.records.verdict import verdict_fields
 
     catalog = shipped()
-    reading = read_paths(paths, catalog)
-    verdict = attribute(reading.events, catalog)
-    emit(
-        verdict_fields(verdict),
-        output,
-        table=lambda console, _wide: console.print(_lines(verdict)),
-        name=lambda fields: str(fields["signature"]),
-    )
-    raise SystemExit(0 if verdict.no_current_fault else EXIT_PROBLEM)
+    reading = read_all(question.paths)
+    if not reading.used:
+        because = "; ".join(reading.unreadable) or "no files in it"
+        raise KeepstepError(f"nothing could be read: {because}")
+    judgement = judge(windowed(reading.events, since_ns, until_ns), catalog, question.ranks)
+    fields = verdict_fields(judgement.verdict) | inputs_of(reading) | {"catalog": {"version": VERSION}}
+    if question.cycle is not None:
+        fields["cycle"] = question.cycle.cycle
+    return fields | ({"scores": scores_of(judgement)} if explain else {})
 
 
-def _lines(verdict: Verdict) -> str:
-    return f"{verdict.fault_class} ({verdict.tier}, {verdict.confidence:.2f}): {verdict.summary}\n{verdict.action}"
+def inputs_of(reading: Reading) -> dict[str, Any]:
+    """What was read as what, and what could not be."""
+    return {"used": [u._asdict() for u in reading.used], "unreadable": list(reading.unreadable)}
+
+
+def scores_of(judgement: Judgement) -> dict[str, Any]:
+    """Every term of the sums, in natural log-odds, and the probabilities they make."""
+    from keepstep.catalog.priors import shipped_priors
+    from keepstep.records.verdict import CLASSES
+
+    scores = judgement.scores
+    return {
+        "priors": dict(shipped_priors().log_odds),
+        "terms": [
+            {
+                "signature": t.signature,
+                "share": round(t.share, 3),
+                "note": t.note,
+                "adds": {c: round(t.adds(c), 4) for c in CLASSES if t.adds(c)},
+            }
+            for t in scores.terms
+        ],
+        "sums": {c: round(scores.sums[c], 4) for c in CLASSES},
+        "chances": {c: round(scores.chances[c], 6) for c in CLASSES},
+        "action_note": judgement.choice.note,
+    }
+
+
+def _show(fields: dict[str, Any], console: Any, wide: bool) -> None:
+    from keepstep.cli.why_table import show, show_terms
+
+    show(fields, console, wide=wide)
+    if "scores" in fields:
+        show_terms(fields["scores"], console)
+    if fields.get("incident"):
+        note(f"{fields['incident']} as it was recorded")

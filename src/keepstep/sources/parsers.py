@@ -12,8 +12,40 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
 from keepstep.sources.ownrecords import parse_own_records
+from keepstep.sources.scheduler.parse import parse as scheduler_records
+from keepstep.sources.snapshots import (
+    bandwidth,
+    dcgm,
+    lspci,
+    machine,
+    ncclras,
+    nvlink,
+    port_counters,
+    ports,
+    prometheus,
+    smi_csv,
+    smi_full,
+    smi_table,
+    tables,
+)
 
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
-PARSERS: tuple[tuple[str, Parser], ...] = (("keepstep record", parse_own_records),)
+PARSERS: tuple[tuple[str, Parser], ...] = (
+    ("keepstep record", parse_own_records),
+    ("nvidia-smi -q", smi_full.parse),
+    ("nvidia-smi", smi_table.parse),
+    ("nvidia-smi csv", smi_csv.parse),
+    ("nvlink", nvlink.parse),
+    ("dcgmi", dcgm.parse),
+    ("metrics", prometheus.parse),
+    ("ports", ports.parse),
+    ("port counters", port_counters.parse),
+    ("lspci", lspci.parse),
+    ("ncclras", ncclras.parse),
+    ("machine", machine.parse),
+    ("bandwidth test", bandwidth.parse),
+    ("scheduler records", scheduler_records),
+    ("table", tables.parse),
+)
 """Name and function."""

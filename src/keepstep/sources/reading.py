@@ -19,6 +19,7 @@ from keepstep.sources.decoding import is_flight_recorder, open_stream, to_text, 
 from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find, is_run_folder
+from keepstep.sources.joblog.blocks import block_events
 from keepstep.sources.names import of_path
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
@@ -192,19 +193,22 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        blocks = _completed(block_events(document, whole.catalog), document)
+        events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 
 
 def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
-    """What the first parser that knows the document makes of it."""
+    """What the parsers make of a document. All are asked: a paste without marks between its parts holds several outputs."""
+    read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
         if events is not None:
-            return name, _completed(events, document)
-    return "log lines", []
+            read_as.append(name)
+            found += events
+    return ", ".join(read_as) or "log lines", _completed(found, document)
 
 
 def _completed(events: Iterable[Event], document: Document) -> list[Event]:

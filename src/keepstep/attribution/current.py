@@ -1,0 +1,99 @@
+"""What still counts: events that are neither stale nor taken back, and failures that the job did not survive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from keepstep.attribution.order import compare, same_text
+from keepstep.attribution.places import Places, same
+from keepstep.catalog.load import Catalog
+from keepstep.catalog.signature import Signature
+from keepstep.records.event import Event
+
+PROGRESS = "job.progress"
+
+STOPPING_KINDS = frozenset(
+    {"rank.exit", "rank.exception", "rank.stall", "collective.timeout", "collective.abort", "host.oom", "sched.node_fail"}
+    | {"sched.preempt", "sched.oom", "node.condition", "storage.error", "job.failed"}
+    | {"sched.evict", "sched.time_limit", "sched.unreachable", "sched.launch_failed"}
+)  # fmt: skip
+"""Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
+Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""
+
+
+def end_of(event: Event) -> Event:
+    """The last sighting of an event that stands for several, as an event of its own, to compare with."""
+    last_order = event.attrs.get("last_order")
+    order = last_order if isinstance(last_order, int) else event.order
+    return msgspec.structs.replace(event, time_ns=event.last_ns or event.time_ns, order=order)
+
+
+def begin_after(earlier: Event, later: Event) -> bool:
+    """Whether `later` was seen, the last time, after the last sighting of `earlier`."""
+    return compare(end_of(earlier), end_of(later)) == "before"
+
+
+def names(patterns: Sequence[str], signature_id: str) -> bool:
+    """Whether a list of ids names this one; "xid.*" names all that begin so."""
+    return any(p == signature_id or (p.endswith(".*") and signature_id.startswith(p[:-1])) for p in patterns)
+
+
+def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[Event]:
+    """The events, those marked stale that a later one of the same thing takes back.
+
+    Where the order is not known nothing is taken back, except by what a rule concluded: it has looked at the order itself.
+    """
+    takers = [(e, catalog[e.signature]) for e in events if e.stale is None and catalog[e.signature].clears]
+    if not takers:
+        return list(events)
+    return [
+        msgspec.structs.replace(e, stale="cleared")
+        if e.stale is None and any(_takes_back(taker, entry, e, catalog, places) for taker, entry in takers)
+        else e
+        for e in events
+    ]
+
+
+def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
+    if taker is event or not names(entry.clears, event.signature):
+        return False
+    scope = catalog[event.signature].scope
+    alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)
+    derived = taker.signature.startswith("derived.")
+    if alike is False or (alike is None and not derived and not same_text(taker, event)):
+        # A recovery of a whole node takes back what was wrong with a part of it.
+        return False
+    return begin_after(event, taker) or (derived and compare(event, taker) != "after")
+
+
+def stops(entry: Signature) -> bool:
+    """Whether an event of this entry claims that the job stands still."""
+    return entry.kind in STOPPING_KINDS and entry.severity in ("error", "fatal") and entry.role != "action"
+
+
+def goes_on(entry: Signature) -> bool:
+    """Whether an event of this entry shows that the job works, or has ended well."""
+    return entry.kind == PROGRESS or (entry.role == "recovery" and entry.scope == "job")
+
+
+def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
+    """For each event whether the job made steps, or ended well, after it: a failure that it survived.
+
+    Only for events that claim that the job stands still; the order must be known.
+    """
+    signs = [e for e in events if goes_on(catalog[e.signature])]
+    return [bool(signs) and stops(catalog[e.signature]) and any(begin_after(e, sign) for sign in signs) for e in events]
+
+
+def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:
+    """The events seen until `until_ns`, those last seen before `since_ns` marked too old. One without a time stays as it is."""
+    found = []
+    for event in events:
+        if event.time_ns is None:
+            found.append(event)
+        elif until_ns is None or event.time_ns <= until_ns:
+            old = since_ns is not None and (event.last_ns or event.time_ns) < since_ns and event.stale is None
+            found.append(msgspec.structs.replace(event, stale="too_old") if old else event)
+    return found

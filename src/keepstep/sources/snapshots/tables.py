@@ -1,0 +1,202 @@
+"""Tables of measurements, whoever made them -> levels of GPUs, counters of links, and series of speed by rank, GPU or node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+from keepstep.sources.documents import Document, Line
+from keepstep.sources.snapshots import smi_csv
+from keepstep.sources.snapshots.fields import BY_NAME
+from keepstep.sources.snapshots.gpu_health import gpu_events
+from keepstep.sources.snapshots.making import EVENTS_LIMIT, gpu_named, make, number
+from keepstep.sources.snapshots.metrics import gpu_level, is_counter, metric_kind, reasons_in, words_of
+from keepstep.sources.snapshots.rows import Row, Value, read
+from keepstep.sources.snapshots.samples import Building, GpuSample
+from keepstep.sources.snapshots.totals import Total, total_events
+
+SERIES_LIMIT = 64
+"""Metrics of one document."""
+ENTITIES_LIMIT = 20_000
+POINTS_LIMIT = 200
+"""Points of one entity in one series; the newest are kept."""
+WORDS = ("rank", "Rank", "gpu", "GPU", "node", "Node", "host", "slowest", "link", "worker", "nic")
+
+_MEGATRON = re.compile(r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})")
+_NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]*['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
+_SLOW_LIST = re.compile(r"(?:straggl\w+|slow(?:est)?)[^\[{(]{0,60}?(?:ranks?|nodes?|gpus?)\W{0,4}[\[{(](?P<ids>[^\])}]{0,400})[\])}]", re.IGNORECASE)
+
+
+def parse(document: Document, catalog: Catalog) -> list[Event] | None:
+    """Events of tables; None when the document has none."""
+    if not any(word in line.text for line in document.lines for word in WORDS) and not any(
+        line.rank is not None for line in document.lines
+    ):
+        return None
+    rows = list(read(document))
+    # What nvidia-smi wrote itself has its own reader.
+    samples = [] if smi_csv.read(document) else _gpu_samples(rows)
+    events = gpu_events(samples, document, catalog)
+    events += total_events(_totals(rows), document, catalog)
+    events += _series(rows, document, catalog)
+    events += _slowest(rows, document, catalog)
+    return events[:EVENTS_LIMIT] or None
+
+
+def _gpu_samples(rows: Iterable[Row]) -> list[GpuSample]:
+    """Rows about GPUs that hold at least one level of them."""
+    samples = []
+    seen: dict[tuple[str, str], int] = {}
+    for row in rows:
+        index = row.about.get("gpu", row.about.get("rank", ""))
+        if not index:
+            continue
+        key = (row.about.get("node", ""), index)
+        building = Building(number=max(row.sample, seen.get(key, -1) + 1))
+        building.identity = {"index": re.sub(r"\D", "", index)[:4]} if not index.startswith(("GPU-", "MIG-")) else {"uuid": index}
+        building.node = row.about.get("node") or row.line.node
+        for value in row.values:
+            _set_level(building, value, row.line)
+        sample = building.finish()
+        if sample is not None and not _only_timing(sample):
+            seen[key] = sample.number
+            samples.append(sample)
+    return samples
+
+
+def _set_level(building: Building, value: Value, line: Line) -> None:
+    name = gpu_level(value.name)
+    if name is None:
+        return
+    if name == "reasons":
+        for reason, active in (reasons_in(value.text) or {}).items():
+            building.levels[reason] = active
+            building.lines[reason] = line
+        return
+    building.set(BY_NAME[name], value.text, line)
+
+
+def _only_timing(sample: GpuSample) -> bool:
+    return not sample.levels and sample.lost is None
+
+
+def _totals(rows: Iterable[Row]) -> Iterator[Total]:
+    """Columns that are error counters, of links or of network devices."""
+    for row in rows:
+        for value in row.values:
+            if gpu_level(value.name) is not None or not is_counter(value.name) or (amount := number(value.text)) is None:
+                continue
+            gpu = row.about.get("gpu", "")
+            yield Total(
+                value.name, amount, row.line,
+                nic=row.about.get("nic"),
+                gpu=gpu_named(int(gpu[:4])) if gpu.isdigit() else gpu_named(uuid=gpu) if gpu.startswith("GPU-") else None,
+                node=row.about.get("node") or row.line.node,
+                port=row.about.get("link", row.about.get("port", "")),
+                sample=row.sample, elapsed_s=row.elapsed_s, rate=value.unit.endswith("/s"),
+            )  # fmt: skip
+
+
+def _who(row: Row) -> tuple[str, str] | None:
+    """What a measurement is about: the finest kind that the row names. GPUs of several nodes are told apart by node."""
+    about = row.about
+    if "rank" in about:
+        return "rank", about["rank"]
+    if "gpu" in about:
+        return "gpu", f"{about['node']}/{about['gpu']}" if "node" in about else about["gpu"]
+    for kind in ("pair", "nic", "link", "node"):
+        if kind in about:
+            return kind, about[kind]
+    return None
+
+
+def _series(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[Event]:
+    """One event for each metric: its values by entity, in the order of the document."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    lines: dict[tuple[str, str], Line] = {}
+    for row in rows:
+        who = _who(row)
+        if who is None:
+            continue
+        for value in row.values:
+            kind = metric_kind(value.name, value.unit)
+            amount = _amount(value.text)
+            if kind is None or amount is None or gpu_level(value.name) is not None:
+                continue
+            key = (who[0], " ".join(words_of(value.name)))
+            if key not in found:
+                if len(found) >= SERIES_LIMIT:
+                    continue
+                found[key] = {"metric": value.name, "kind": kind, "unit": value.unit, "by": who[0], "values": {}, "nodes": {}}
+                lines[key] = row.line
+            values = found[key]["values"]
+            if who[1] not in values and len(values) >= ENTITIES_LIMIT:
+                continue
+            points = values.setdefault(who[1], [])
+            points.append(amount)
+            del points[:-POINTS_LIMIT]
+            if row.about.get("node"):
+                found[key]["nodes"][who[1]] = row.about["node"]
+    return [
+        make(catalog, "straggler.series", document, lines[key], attrs=attrs)
+        for key, attrs in found.items()
+        if len(attrs["values"]) > 1 or any(len(p) > 1 for p in attrs["values"].values())
+    ]
+
+
+def _amount(text: str) -> float | None:
+    """A number; NaN stays NaN, because a score that could not be computed says something."""
+    if text.strip().lower() == "nan":
+        return float("nan")
+    return number(text)
+
+
+def _slowest(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[Event]:
+    """Columns and lines that name the slowest of each step, and Megatron's extremes with their ranks."""
+    names: list[str] = []
+    values: dict[str, list[float]] = {}
+    first: Line | None = None
+    for row in rows:
+        told = next((v.text for v in row.values if v.name == "slowest"), None)
+        if told is None:
+            continue
+        first = first or row.line
+        names.append(told)
+        for value in row.values:
+            amount = number(value.text)
+            if value.name != "slowest" and amount is not None:
+                values.setdefault(value.name, []).append(amount)
+    events = []
+    extremes, line = _extremes(document)
+    if first is not None:
+        attrs = {"slowest": names[-POINTS_LIMIT:], "values": {k: v[-POINTS_LIMIT:] for k, v in values.items()}}
+        events.append(make(catalog, "straggler.slowest", document, first, attrs=attrs))
+    if extremes and line is not None:
+        events.append(make(catalog, "straggler.slowest", document, line, attrs={"slowest": extremes[-POINTS_LIMIT:], "values": {}}))
+    for said in document.lines:
+        if _NAN_SCORES.search(said.text[:2000]):
+            events.append(make(catalog, "straggler.no_scores", document, said))
+            break
+    return events
+
+
+def _extremes(document: Document) -> tuple[list[str], Line | None]:
+    """The rank with the longest time of each report, where it is far from the shortest."""
+    slow: list[str] = []
+    first: Line | None = None
+    for line in document.lines:
+        if "/Rnk" not in line.text:
+            continue
+        found = {(m["side"], m["what"]): (number(m["value"]) or 0.0, m["rank"]) for m in _MEGATRON.finditer(line.text[:2000])}
+        fast, long = found.get(("Mn", "Rtt")), found.get(("Mx", "Rtt"))
+        if fast is None or long is None:
+            low, high = found.get(("Mn", "ETpt")), found.get(("Mx", "ETpt"))
+            fast, long = (high, low) if low is not None and high is not None else (None, None)
+        if fast is None or long is None or not fast[0] or abs(long[0] - fast[0]) < 0.05 * max(fast[0], long[0]):
+            continue
+        first = first or line
+        slow.append(long[1])
+    return slow, first
