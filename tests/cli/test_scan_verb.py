@@ -99,11 +99,21 @@ class TestWhatIsWanted:
         assert "1 of 3 events shown" in scan(log, "--limit", "1", "-o", "json").stderr
 
     def test_entries_of_a_site(self, tmp_path: Path) -> None:
-        (tmp_path / "site.toml").write_text(
-            "[[signature]]\nid = 'site.gateway'\nkind = 'storage.error'\ntitle = 'gateway down'\nseverity = 'error'\n"
-            "role = 'root'\nscope = 'storage'\ndepth = 2\npattern = ['GATEWAY-(?P<node>\\w+) IS DOWN']\nexamples = ['GATEWAY-g3 IS DOWN']\n"
-            "source = 'our gateway'\nreason = 'its own words'\n"
-        )
+        entry = {
+            "id": "site.gateway",
+            "kind": "storage.error",
+            "title": "gateway down",
+            "severity": "error",
+            "role": "root",
+            "scope": "storage",
+            "depth": 2,
+            "pattern": ["GATEWAY-(?P<node>\\w+) IS DOWN"],
+            "examples": ["GATEWAY-g3 IS DOWN"],
+            "source": "our gateway",
+            "reason": "its own words",
+        }
+        lines = [f"{name} = {json.dumps(value)}" for name, value in entry.items()]
+        (tmp_path / "site.toml").write_text("\n".join(["[[signature]]", *lines]))
         (record,) = found("-", "--catalog", tmp_path / "site.toml", stdin="12:00:01 GATEWAY-g3 IS DOWN\n")
         assert (record["signature"], record["node"]) == ("site.gateway", "g3")
 
