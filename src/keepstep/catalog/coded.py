@@ -59,9 +59,11 @@ def resolve(
 ) -> tuple[Signature, dict[str, str]]:
     """The entry that is meant, and the groups with what was decoded. Without `by_code` the entry as given.
 
-    PCI addresses are normalised either way.
+    PCI addresses and UIDs of pods are normalised either way.
     """
     groups = groups | {name: pci_address(groups[name]) for name in ADDRESSES if name in groups}
+    if "pod_uid" in groups:  # a cgroup of systemd has "_" for "-"
+        groups["pod_uid"] = groups["pod_uid"].replace("_", "-")
     prefix = signature.by_code
     if not prefix or prefix not in groups:
         return signature, groups
