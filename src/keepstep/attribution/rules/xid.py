@@ -66,6 +66,7 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_link_victim(found, catalog),
         *_applications(found, catalog),
         *_gsp(found, events, catalog),
+        *_no_rows(found, events, catalog),
     ]
 
 
@@ -158,7 +159,8 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
         members = next(iter(gpus.values()))
         if not others and suspicious(code, members) and {x.gpu for x in own} == {members[0].gpu}:
             attrs = {"xid": str(code), "programs": len(programs(members))}
-            concluded.append(derive(catalog, "derived.xid.suspect", members[-1].event, attrs=attrs))
+            event = derive(catalog, "derived.xid.suspect", members[0].event, attrs=attrs, explains=[f"xid.{code}", "xid.43"])
+            concluded.append(event)
     return concluded
 
 
@@ -195,6 +197,16 @@ def _gsp(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> lis
     return [derive(catalog, "derived.xid.gsp_driver", x.event, attrs={"version": known}) for x in own[:1]]
 
 
+def _no_rows(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A memory error whose row could not be set aside: that decides, whatever error came first."""
+    errors = [x for x in found if x.code in UNCORRECTED]
+    failed = [x for x in found if x.code == 64]
+    state = [e for e in events if e.signature == "gpu.remap_failed"]
+    own = [x for x in errors if any(f.gpu == x.gpu for f in failed) or state]
+    explains = ["xid.48", "xid.63", "xid.64", "xid.94", "xid.95", "xid.171", "gpu.remap_pending"]
+    return [derive(catalog, "derived.xid.no_rows", x.event, explains=explains) for x in own[:1]]
+
+
 def known_gsp_bug(version: str) -> bool:
     """Whether a driver version is of a series known for GSP time-outs."""
     parts = version.split(".")
@@ -215,7 +227,7 @@ def degrading(events: Sequence[Event], past: Sequence[Event], catalog: Catalog) 
         if earlier or apart:
             attrs = {"times": len(own) + len(earlier), "after_repair": bool(earlier)}
             explains = ["gpu.remap_pending", "xid.63", "xid.94"]
-            found.append(derive(catalog, "derived.xid.degrading", own[-1].event, attrs=attrs, explains=explains))
+            found.append(derive(catalog, "derived.xid.degrading", own[0].event, attrs=attrs, explains=explains))
     return found
 
 

@@ -35,7 +35,7 @@ _VALUE = rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?
 _GLUED = re.compile(rf"(?<=\d) (?={_UNITS}(?:[\s|,;]|\Z))")
 _CELL = re.compile(rf"{_VALUE}\Z")
 _PAREN = re.compile(r"\s*[(\[](?P<unit>[^)\]]*)[)\]]\s*\Z")
-_KEYED = re.compile(rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*))")
+_KEYED = re.compile(rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))")
 _NAMED = re.compile(r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))")
 _LOOSE = re.compile(rf"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
@@ -64,13 +64,15 @@ class Row(NamedTuple):
 
 
 class _Header(NamedTuple):
+    """One way to take a header apart; aligned columns may be cut at every space or at wide gaps only."""
+
     separator: str
     columns: list[tuple[str, str]]
 
 
 def read(document: Document) -> Iterator[Row]:
     """All rows of the document, in order, at most ROWS_LIMIT."""
-    header: _Header | None = None
+    headers: list[_Header] = []
     heading = Value("time", "", "")
     sample, elapsed, count = 0, 0.0, 0
     node = node_of(document)
@@ -82,22 +84,22 @@ def read(document: Document) -> Iterator[Row]:
         if later is not None and count:
             sample, elapsed = sample + 1, elapsed + later
             continue
-        found = _header(text)
-        if found is not None:
-            header = found
+        found = _headers(text)
+        if found:
+            headers = found
             continue
         if named := _HEADING.match(line.text):
             heading = Value(named["name"], named["unit"] or "", "")
-        rows = list(_rows(line, text, header, heading))
+        rows = list(_rows(line, text, headers, heading))
         for row in rows:
             about = row.about if "node" in row.about or node is None else {**row.about, "node": node}
             count += 1
             yield row._replace(about=about, sample=sample, elapsed_s=elapsed if elapsed or sample == 0 else None)
 
 
-def _rows(line: Line, text: str, header: _Header | None, heading: Value) -> Iterator[Row]:
+def _rows(line: Line, text: str, headers: list[_Header], heading: Value) -> Iterator[Row]:
     """The rows of one line, by the first form that fits."""
-    if header is not None:
+    for header in headers:
         row = _table_row(line, text, header)
         if row is not None:
             yield row
@@ -124,11 +126,12 @@ def cells_of(text: str, separator: str) -> list[str]:
     return [cell.strip() for cell in text.split(separator)]
 
 
-def _header(text: str) -> _Header | None:
-    """The header that a line is: names of entities and of something measured, and no numbers."""
+def _headers(text: str) -> list[_Header]:
+    """The header that a line is, in every way it can be cut: names of entities and of something measured, and no numbers."""
     bare = text.lstrip("#").strip()
     if not bare or re.search(r"(?<![\w.])\d[\d.]*(?![\w.])", bare) or len(bare) > 600 or "=" in bare:
-        return None
+        return []
+    found = []
     for separator in ("|", "\t", ",", "  ", " "):
         if separator not in bare:
             continue
@@ -142,8 +145,8 @@ def _header(text: str) -> _Header | None:
         about = [name for name in plain if name in ENTITIES or name in SLOWEST or name in STEPS]
         measured = [n for (n, unit), p in zip(columns, plain, strict=True) if p not in ENTITIES and _measures(n, unit)]
         if about and (measured or any(name in SLOWEST for name in plain)) and len(columns) > 1 and all(plain):
-            return _Header(separator, columns)
-    return None
+            found.append(_Header(separator, columns))
+    return found
 
 
 def _measures(name: str, unit: str) -> bool:
@@ -157,8 +160,8 @@ def _plain(name: str) -> str:
 def _table_row(line: Line, text: str, header: _Header) -> Row | None:
     """A row under a header; None when the line does not fit it."""
     cells = cells_of(text, header.separator)
-    if len(cells) != len(header.columns):
-        cells = cells_of(text, "  ") if header.separator == " " else cells_of(text, " ")
+    if len(cells) != len(header.columns) and header.separator in " \t":
+        cells = cells_of(text, "  " if header.separator == " " else " ")
     if len(cells) != len(header.columns) or not any(cell[:1].isdigit() or cell.lower() == "nan" for cell in cells):
         return None
     about: dict[str, str] = {}
