@@ -89,7 +89,9 @@ def _slow_clocks(group: Sequence[Event], catalog: Catalog) -> list[Event]:
         asked = _levels(sample).get("reason_app_clocks") is True
         if _capped(sample, group):
             continue
-        found.append(derive(catalog, "derived.gpu.clock_locked" if asked else "derived.gpu.clock_low", sample, attrs=attrs))
+        found.append(
+            derive(catalog, "derived.gpu.clock_locked" if asked else "derived.gpu.clock_low", sample, attrs=attrs)
+        )
     return found
 
 
@@ -101,16 +103,15 @@ def _capped(sample: Event, group: Sequence[Event]) -> bool:
     return own is not None and usual is not None and own * LIMIT_RATIO < usual
 
 
-def _odd(
-    group: Sequence[Event], catalog: Catalog, name: str, worse: Any, ratio: float, signature: str
-) -> list[Event]:
+def _odd(group: Sequence[Event], catalog: Catalog, name: str, worse: Any, ratio: float, signature: str) -> list[Event]:
     """GPUs whose level differs from that of all their peers."""
     values = _busiest(group, name, loaded_only=name.startswith("pcie"))
     if name.startswith("pcie") and any(s.attrs.get("loaded") is not True for _, s in values.values()):
         return []
     odd = outliers({who: v for who, (v, _) in values.items()}, worse, ratio)
     return [
-        derive(catalog, signature, values[o.name][1], attrs={"level": name, "value": o.value, "peers": o.peers}) for o in odd
+        derive(catalog, signature, values[o.name][1], attrs={"level": name, "value": o.value, "peers": o.peers})
+        for o in odd
     ]
 
 

@@ -1,7 +1,7 @@
 """Slow ranks: one that is slow itself, one that others wait for, and slowness that moves about or is everywhere.
 
-The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what makes
-it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
+The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what
+makes it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def stragglers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return found
 
 
-_PLACED = frozenset({"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"})
+_PLACED = frozenset(
+    {"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"}
+)
 
 
 def _one_each(found: Sequence[Event]) -> list[Event]:
@@ -95,7 +97,12 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     for one in bad[:8]:
         points = len(measured[one.name])
         signature = _signature(kind, constant == one.name or points >= LEAST_POINTS, str(event.attrs.get("by")))
-        attrs = {"metric": event.attrs.get("metric"), "value": one.value, "peers": one.peers, "ratio": round(one.ratio, 3)}
+        attrs = {
+            "metric": event.attrs.get("metric"),
+            "value": one.value,
+            "peers": one.peers,
+            "ratio": round(one.ratio, 3),
+        }
         found.append(_placed(catalog, signature, event, one.name, attrs))
     return found
 
@@ -137,7 +144,13 @@ def _placed(catalog: Catalog, signature: str, event: Event, name: str, attrs: Ma
         rank = int(name)
     elif by == "gpu":
         index = name.rpartition("/")[2]
-        gpu = Gpu(index=int(index)) if index.isdigit() and len(index) < 5 else Gpu(uuid=index) if index.startswith("GPU-") else None
+        gpu = (
+            Gpu(index=int(index))
+            if index.isdigit() and len(index) < 5
+            else Gpu(uuid=index)
+            if index.startswith("GPU-")
+            else None
+        )
     elif by == "node":
         node = name
     nic = name if by == "nic" else None
@@ -159,7 +172,15 @@ def _drift(event: Event, kind: str, measured: Mapping[str, Sequence[float]], cat
         ratios.append(before / after if _WORSE[kind] == "less" else after / before)
     if min(ratios) < DRIFT_RATIO:
         return []
-    return [derive(catalog, "derived.straggler.all_slow", event, attrs={"ratio": round(statistics.median(ratios), 2)}, placed=False)]
+    return [
+        derive(
+            catalog,
+            "derived.straggler.all_slow",
+            event,
+            attrs={"ratio": round(statistics.median(ratios), 2)},
+            placed=False,
+        )
+    ]
 
 
 def _of_slowest(event: Event, catalog: Catalog) -> list[Event]:

@@ -1,6 +1,7 @@
 """`dcgmi health -c` and `dcgmi diag`, as tables or with -j.
 
-Both JSON forms changed between DCGM 2, 3 and 4. What stayed: a test or a watched system has a name and a verdict, and messages below.
+Both JSON forms changed between DCGM 2, 3 and 4. What stayed: a test or a watched system has a name and a verdict, and messages
+below.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ TEXT_LIMIT = 4_000_000
 
 _SETUP = frozenset({
     "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit library", "permissions and os blocks",
-    "permissions and os-related blocks", "persistence mode", "environment variables", "environmental variables", "graphics processes",
+    "permissions and os-related blocks", "persistence mode", "environment variables", "environmental variables",
+    "graphics processes",
     "software", "deployment", "fabric manager",
 })  # fmt: skip
 """Tests of how the machine is set up, not of its hardware."""
@@ -161,7 +163,10 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
     if isinstance(status, str) and name:
         ids = node.get("gpu_ids", node.get("gpu_id", node.get("entity_id")))
         gpus = tuple(int(i) for i in re.findall(r"\d{1,3}", str(ids))[:64]) if ids is not None else ()
-        messages = [m.get("warning", "") if isinstance(m, dict) else str(m) for m in _list(node.get("warnings", node.get("warning")))]
+        messages = [
+            m.get("warning", "") if isinstance(m, dict) else str(m)
+            for m in _list(node.get("warnings", node.get("warning")))
+        ]
         yield Finding(name, status.lower(), gpus, "; ".join(str(m) for m in messages), line, False)
     value = node.get("value")
     children = node.get("children")
@@ -170,7 +175,11 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
         yield Finding(name, value.lower(), () if gpu is None else (gpu,), told, line, True)
     for key, child in node.items():
         index = int(key) if isinstance(key, str) and key.isdigit() and len(key) < 4 else gpu
-        inner = key if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"} else name
+        inner = (
+            key
+            if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"}
+            else name
+        )
         if isinstance(child, dict | list):
             yield from _walk(child, str(inner), index, line, depth + 1)
 

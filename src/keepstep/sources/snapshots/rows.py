@@ -1,7 +1,7 @@
 """Rows of tables and of lines with `key=value`: what each says about which rank, GPU, node or link.
 
-People paste measurements as aligned columns, CSV, Markdown, JSON lines, "rank 3: 612 ms" or "0:610/402 1:612/400". Each becomes rows of
-the same form here; what they mean is told elsewhere.
+People paste measurements as aligned columns, CSV, Markdown, JSON lines, "rank 3: 612 ms" or "0:610/402 1:612/400". Each becomes
+rows of the same form here; what they mean is told elsewhere.
 """
 
 from __future__ import annotations
@@ -19,27 +19,46 @@ from keepstep.sources.snapshots.port_counters import elapsed_of
 
 ROWS_LIMIT = 20_000
 
-ENTITIES = {
-    "rank": "rank", "rank_id": "rank", "global_rank": "rank", "worker": "rank", "task": "rank", "rank_num": "rank",
-    "gpu": "gpu", "gpu_id": "gpu", "idx": "gpu", "index": "gpu", "gpu_index": "gpu", "device": "gpu", "local_rank": "gpu", "entity": "gpu",
-    "node": "node", "host": "node", "hostname": "node", "nodename": "node", "server": "node", "machine": "node", "nodes": "node", "pod": "node",
-    "nic": "nic", "hca": "nic", "dev": "nic", "port": "port", "iface": "nic", "interface": "nic", "link": "link", "lane": "link",
-    "pair": "pair", "nodepair": "pair",
-}  # fmt: skip
+_ENTITY_NAMES = {
+    "rank": "rank rank_id global_rank worker task rank_num",
+    "gpu": "gpu gpu_id idx index gpu_index device local_rank entity",
+    "node": "node host hostname nodename server machine nodes pod",
+    "nic": "nic hca dev iface interface",
+    "port": "port",
+    "link": "link lane",
+    "pair": "pair nodepair",
+}
+ENTITIES = {name: kind for kind, names in _ENTITY_NAMES.items() for name in names.split()}
 """Names of columns and keys that say what a row is about."""
 STEPS = frozenset({"step", "iter", "iteration", "window", "round", "epoch", "sample", "time", "timestamp", "ts", "t"})
-SLOWEST = frozenset({"slowest_rank", "slowest", "slow_rank", "straggler", "slowest_gpu", "slowest_node", "last_rank", "straggler_rank", "max_rank", "slowest_host"})
+SLOWEST = frozenset(
+    {"slowest_rank", "slowest", "slow_rank", "straggler", "slowest_gpu", "slowest_node", "last_rank", "straggler_rank"}
+    | {"max_rank", "slowest_host"}
+)
 
 _UNITS = r"(?:ms|us|secs?|seconds|s|min|GB/s|Gb/s|MB/s|GiB/s|MHz|TFLOPS?|TFLOP/s|tok/s|tokens/s|it/s|samples/s|°C|C|W|%|MiB|GiB|x)"
-_VALUE = rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
+_VALUE = (
+    rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
+)
 _GLUED = re.compile(rf"(?<=\d) (?={_UNITS}(?:[\s|,;]|\Z))")
 _CELL = re.compile(rf"{_VALUE}\Z")
 _PAREN = re.compile(r"\s*[(\[](?P<unit>[^)\]]*)[)\]]\s*\Z")
-_KEYED = re.compile(rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))")
-_NAMED = re.compile(r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))")
-_LOOSE = re.compile(rf"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
+_KEYED = re.compile(
+    rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))"
+)
+_NAMED = re.compile(
+    r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
+)
+_LOOSE = re.compile(
+    r"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
+    rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
+)
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
-_OTHERS = re.compile(r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)", re.IGNORECASE)
+_OTHERS = re.compile(
+    r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}"
+    r"(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)",
+    re.IGNORECASE,
+)
 _COMPACT = re.compile(r"(?<!\S)(?P<id>\d{1,6}):(?P<values>\d[\d.]*(?:/\d[\d.]*)*)(?!\S)")
 _HEADING = re.compile(r"\s*(?P<name>[A-Za-z][\w /-]{1,40}?)(?:\s*\((?P<unit>\w+)\))?:\s*\Z")
 
@@ -53,7 +72,8 @@ class Value(NamedTuple):
 
 
 class Row(NamedTuple):
-    """`about`: kind of entity -> which. `step`: of the run, where the row says it. `sample`: counted up by comments like "+5 min"."""
+    """`about`: kind of entity -> which. `step`: of the run, where the row says it. `sample`: counted up by comments like "+5
+    min"."""
 
     line: Line
     about: dict[str, str]
@@ -150,7 +170,11 @@ def _headers(text: str) -> list[_Header]:
 
 
 def _measures(name: str, unit: str) -> bool:
-    return metric_kind(name, unit.split("/")[0] if unit in {"max/min", "cur/max"} else unit) is not None or gpu_level(name) is not None or is_counter(name)
+    return (
+        metric_kind(name, unit.split("/", maxsplit=1)[0] if unit in {"max/min", "cur/max"} else unit) is not None
+        or gpu_level(name) is not None
+        or is_counter(name)
+    )
 
 
 def _plain(name: str) -> str:
@@ -223,7 +247,10 @@ def _compact_rows(line: Line, text: str, found: list[re.Match[str]]) -> Iterator
         parts = match["values"].split("/")
         if len(measured) < len(parts):
             return
-        values = [Value(n, "", p) for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)]
+        values = [
+            Value(n, "", p)
+            for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)
+        ]
         yield Row(line, {ENTITIES[_plain(kinds[0])] if kinds else "rank": match["id"]}, values)
 
 
@@ -246,10 +273,14 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
     taken = {position for position, _, _ in marks}
     marks += [(m.start(), ENTITIES[m["key"].lower()], m["id"]) for m in _NAMED.finditer(text) if m.start() not in taken]
     if not values:
-        values = [(m.start(), Value(m["key"], m["unit"], m["value"])) for m in _LOOSE.finditer(text) if is_speed(m["key"], m["unit"])]
-    if not values and len(marks) == 1 and (alone := _ALONE.search(text, marks[0][0])):
-        if metric_kind(heading.name, alone["unit"]) is not None:
-            values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
+        values = [
+            (m.start(), Value(m["key"], m["unit"], m["value"]))
+            for m in _LOOSE.finditer(text)
+            if is_speed(m["key"], m["unit"])
+        ]
+    alone = _ALONE.search(text, marks[0][0]) if not values and len(marks) == 1 else None
+    if alone is not None and metric_kind(heading.name, alone["unit"]) is not None:
+        values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
     if not values:
         return
     if not marks:
@@ -264,7 +295,9 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
         yield Row(line, {marks[0][1]: "others"}, [last._replace(text=others["value"])], step)
 
 
-def _grouped(line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str) -> Iterator[Row]:
+def _grouped(
+    line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str
+) -> Iterator[Row]:
     """Values with the entities before them; an entity of a kind that was there already begins the next row."""
     about: dict[str, str] = {}
     mine: list[Value] = []
