@@ -87,12 +87,12 @@ def test_the_rest_of_a_line_stays(logs: Path, tmp_path: Path) -> None:
 
 
 def test_a_long_file_loses_its_middle_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "long.log").write_text("begin\n" + "x\n" * 50_000 + "the end\n")
-    bundle(str(tmp_path / "long.log"), "-o", str(tmp_path / "out.tar"), "--max-file-mb", "0.01")
+    (tmp_path / "long.log").write_text("begin\n" + "x\n" * 5_000 + "the end\n")
+    bundle(str(tmp_path / "long.log"), "-o", str(tmp_path / "out.tar"), "--max-file-mb", "0.001")
     members = opened(tmp_path / "out.tar")
     text = members["files/001-long.log"].decode()
     assert text.startswith("begin") and text.endswith("the end\n") and "characters left out" in text
-    assert json.loads(members["manifest.json"])["files"][0]["characters_left_out"] > 80_000
+    assert json.loads(members["manifest.json"])["files"][0]["characters_left_out"] > 8_000
 
 
 def test_what_is_there_is_not_replaced_unasked(logs: Path, tmp_path: Path) -> None:

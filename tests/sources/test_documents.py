@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.sources.documents import Document, split
+from keepstep.sources.documents import Document, Origin, split
 from keepstep.sources.names import of_path, of_title
 
 
@@ -113,7 +113,7 @@ class TestNames:
         assert of_title(title).node == node
 
     def test_torchrun_folders(self) -> None:
-        line = split("attempt_0/7/stderr.log", "boom", name="none_4x/attempt_0/7/stderr.log")[0].lines[0]
+        line = split("x", "boom", Origin(of_path("none_4x/attempt_0/7/stderr.log")))[0].lines[0]
         assert (line.local_rank, line.rank) == (7, 7)
 
 

@@ -135,8 +135,8 @@ class TestHabits:
 
 
 WORDS = """
-[rank7]: [default3]: 0:_ [1,3]<stderr>: [ ] Dec__6_19:25:33_ 2031-05-22T10:00:01Z_ <4> kernel:_ [__1.5]_ h7_ { (pid=3)_ E0506_20:14:07_
-1725200000.5 x _ : 29 /var/log/a.log: /
+[rank7]: [default3]: 0:_ [1,3]<stderr>: [ ] Dec__6_19:25:33_ 2031-05-22T10:00:01Z_ <4> kernel:_ [__1.5]_ h7_ { (pid=3)_
+E0506_20:14:07_ 1725200000.5 x _ : 29 /var/log/a.log: /
 """
 PIECES = st.lists(
     st.sampled_from([word.replace("_", " ") for word in WORDS.split()]) | st.text(max_size=5), max_size=12

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepstep.records.codec import rfc3339
 from keepstep.sources.clocks import Clock, Said, near_time, zone_offset_ns
-from keepstep.sources.documents import Line, split
+from keepstep.sources.documents import Line, Origin, split
 from keepstep.sources.timestamps import DAY_NS, SECOND_NS, Kind, Stamp, of_year, stamp_at
 
 NOON = int(datetime.datetime(2031, 6, 15, 12, tzinfo=datetime.UTC).timestamp()) * SECOND_NS
@@ -87,7 +87,7 @@ def test_any_text_is_a_time_or_not(text: str) -> None:
 
 def times(text: str, latest_ns: int | None = NOON) -> list[str]:
     """Time and quality of each line."""
-    lines = [line for document in split("x.log", text, latest_ns=latest_ns) for line in document.lines]
+    lines = [line for document in split("x.log", text, Origin(latest_ns=latest_ns)) for line in document.lines]
     return [shown(line) for line in lines]
 
 
@@ -143,7 +143,7 @@ class TestBoots:
         assert times(text)[0] == "boot_relative 2031-03-17T14:01:12"
 
     def test_unknown(self) -> None:
-        line = split("x.log", "[  60.000000] b", latest_ns=NOON)[0].lines[0]
+        line = split("x.log", "[  60.000000] b", Origin(latest_ns=NOON))[0].lines[0]
         assert (line.time_ns, line.time_quality, line.boot_ns) == (None, "none", 60 * SECOND_NS)
 
     def test_a_clock_that_begins_anew_is_of_another_boot(self) -> None:
@@ -152,7 +152,7 @@ class TestBoots:
 
     def test_differences_add_up(self) -> None:
         text = "[Mar17 13:40] a\n[  +0.500000] b\n[  +0.700000] c"
-        lines = split("x.log", text, latest_ns=NOON)[0].lines
+        lines = split("x.log", text, Origin(latest_ns=NOON))[0].lines
         assert [line.time_ns and line.time_ns % (60 * SECOND_NS) for line in lines] == [0, 500_000_000, 1_200_000_000]
 
 

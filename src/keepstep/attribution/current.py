@@ -17,6 +17,7 @@ PROGRESS = "job.progress"
 STOPPING_KINDS = frozenset(
     {"rank.exit", "rank.exception", "rank.stall", "collective.timeout", "collective.abort", "host.oom", "sched.node_fail"}
     | {"sched.preempt", "sched.oom", "node.condition", "storage.error", "job.failed"}
+    | {"sched.evict", "sched.time_limit", "sched.unreachable", "sched.launch_failed"}
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
 Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""

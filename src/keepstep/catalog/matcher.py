@@ -1,22 +1,24 @@
 """Which signatures a line matches: thousands of lines that match nothing are passed over at the speed of one automaton.
 
-Three steps. All literals that patterns require (literals.py) are one automaton, which runs over a whole chunk and stops at lines
-that have one of them. A second one tells which literals such a line has. Only the patterns that need them are tried on the line.
-Automata of literals stay small whatever the patterns and the log are; one of all patterns does not: it outgrows its memory on
-some logs and is then a thousand times slower. Everything is linear in the length of the line (RE2) and works on bytes.
+Three steps. Each pattern requires certain literals (literals.py); those that are rarest in ordinary logs are one automaton, which
+runs over a whole chunk and stops at lines that have one. A second one tells which literals such a line has. Only patterns that
+find all of theirs are tried on the line. Automata of literals stay small whatever the patterns and the log are; one of all
+patterns does not: it outgrows its memory on some logs and is then a thousand times slower. Everything is linear in the length of
+the line (RE2) and works on bytes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import re2
 
 from keepstep.catalog.coded import resolve
-from keepstep.catalog.literals import required
+from keepstep.catalog.literals import BOUNDARY, Needs, length, needs
 from keepstep.catalog.signature import Signature
+from keepstep.catalog.tables import data_text
 
 LINE_LIMIT = 16 * 1024
 """Bytes of a line that are looked at. No line of interest is longer; a dump without line ends may be."""
@@ -26,6 +28,8 @@ _AUTOMATON_BYTES = 64 * 1024 * 1024
 """Most memory for the states of one automaton; it takes a few MB unless a log holds every literal there is."""
 _SAME_LINE = 64
 """Most codes that are taken from one line: a report of many faults may be one line of JSON."""
+_CLAUSES = 3
+"""Requirements of a pattern that are checked before it is tried."""
 
 
 class Match(NamedTuple):
@@ -51,13 +55,15 @@ class _Pattern(NamedTuple):
     names: tuple[str | None, ...]
 
 
-def _options(**wanted: bool | int) -> re2.Options:
-    options = re2.Options()
-    options.encoding = re2.Options.Encoding.LATIN1
-    options.log_errors = False
-    for name, value in wanted.items():
-        setattr(options, name, value)
-    return options
+class _Started(NamedTuple):
+    """Patterns that a literal starts: those that need nothing else, and those that need more."""
+
+    alone: list[int]
+    more: list[int]
+
+
+_Literal = tuple[str, bool]
+"""Its text, with BOUNDARY for a word boundary; whether the case of letters does not matter."""
 
 
 class Matcher:
@@ -66,29 +72,34 @@ class Matcher:
     def __init__(self, signatures: Iterable[Signature]) -> None:
         self._by_id = {s.id: s for s in signatures}
         self._patterns = [_compiled(s, p) for s in self._by_id.values() for p in s.pattern]
-        needed: dict[tuple[str, bool], list[int]] = {}
+        ordinary = _Ordinary(data_text("ordinary.log"))
+        numbers: dict[_Literal, int] = {}
+        self._clauses: list[tuple[frozenset[int], ...]] = []
+        self._started_by: dict[int, _Started] = {}
         self._loose: list[int] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
-            literals = required(text)
-            if literals is None:
+            clauses = ordinary.rarest(needs(text))
+            known = tuple(frozenset(numbers.setdefault(x, len(numbers)) for x in clause) for clause in clauses)
+            self._clauses.append(known[1:])
+            if not known:
                 self._loose.append(index)
-            else:
-                for string in literals.strings:
-                    needed.setdefault((string, literals.folded), []).append(index)
-        self._needs = list(needed.values())
-        self._literals = [string.encode() for string, _ in needed]
+            for number in known[0] if known else ():
+                started = self._started_by.setdefault(number, _Started([], []))
+                enough = all(number in clause for clause in known[1:])
+                (started.alone if enough else started.more).append(index)
+        expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
-        escaped = [(f"(?i:{re2.escape(s)})" if folded else re2.escape(s)).encode() for s, folded in needed]
-        # (?:) in front of nothing at all would match everywhere.
-        self._any = re2.compile(b"|".join(escaped) or rb"[^\x00-\xff]", options)
+        # In order, so that common beginnings are one path of the automaton.
+        starting = b"|".join(sorted(expressions[number] for number in self._started_by))
+        self._any = re2.compile(starting or rb"[^\x00-\xff]", options)
         self._which = re2.Set.SearchSet(options)
-        for one in escaped:
-            self._which.Add(one)
+        for expression in expressions:
+            self._which.Add(expression)
         self._which.Compile()
 
     @property
     def loose(self) -> list[Signature]:
-        """Signatures with a pattern that has no literal: each makes the matcher look at every single line."""
+        """Signatures with a pattern that requires no literal: each makes the matcher look at every single line."""
         return [self._patterns[index].signature for index in self._loose]
 
     def match_line(self, line: str) -> list[Match]:
@@ -98,39 +109,34 @@ class Matcher:
     def match_bytes(self, line: bytes) -> list[Match]:
         """The same for a line as it is in the file. Only its first LINE_LIMIT bytes count."""
         line = line[:LINE_LIMIT]
-        if not self._needs:
-            return self._tried(line, self._loose)
-        literals = self._which.Match(line)
-        if not literals:
-            return self._tried(line, self._loose) if self._loose else []
-        return self._tried(line, sorted({i for literal in literals for i in self._needs[literal]} | {*self._loose}))
+        literals = self._which.Match(line) or ()
+        wanted: set[int] = set()
+        for literal in literals:
+            started = self._started_by.get(literal)
+            if started is not None:
+                wanted.update(started.alone)
+                if len(literals) > 1:
+                    wanted.update(i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i]))
+        return self._tried(line, sorted(wanted.union(self._loose))) if wanted or self._loose else []
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
-        if self._loose:
-            yield from self._every_line(chunk)
-            return
         at, size = 0, len(chunk)
+        carriages = b"\r" in chunk
         while at < size:
-            found = self._any.search(chunk, at)
-            if found is None:
-                return
-            start, end = _line_around(chunk, at, found.start())
-            matches = self.match_bytes(chunk[start:end])
+            found = at
+            if not self._loose:
+                literal = self._any.search(chunk, at)
+                if literal is None:
+                    return
+                found = literal.start()
+            start, end = _line_around(chunk, at, found, carriages)
+            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
             if matches:
                 yield Hit(start, end, matches)
             at = end + 1
 
-    def _every_line(self, chunk: bytes) -> Iterator[Hit]:
-        at = 0
-        while at < len(chunk):
-            start, end = _line_around(chunk, at, at)
-            matches = self.match_bytes(chunk[start:end])
-            if matches:
-                yield Hit(start, end, matches)
-            at = end + 1
-
-    def _tried(self, line: bytes, patterns: Iterable[int]) -> list[Match]:
+    def _tried(self, line: bytes, patterns: Sequence[int]) -> list[Match]:
         found: list[Match] = []
         seen: set[str] = set()
         for index in patterns:
@@ -143,6 +149,60 @@ class Matcher:
                 if meant not in found:
                     found.append(meant)
         return found
+
+
+class _Ordinary:
+    """Lines as logs have them when nothing is wrong: they tell which literals are rare."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._folded = text.lower()
+        self._lines = text.count("\n")
+
+    def rarest(self, wanted: Needs) -> list[list[_Literal]]:
+        """The clauses of a pattern, the one that is rarest first."""
+        clauses = [[(string, wanted.folded) for string in clause] for clause in wanted.clauses]
+        return sorted(clauses, key=lambda clause: sum(map(self._cost, clause)))[:_CLAUSES]
+
+    def _cost(self, literal: _Literal) -> float:
+        """Share of lines that have it: those of the sample, and what chance would give a string of its length."""
+        string, folded = literal
+        text = self._folded if folded else self._text
+        bare = string.replace(BOUNDARY, "")
+        count = 0
+        at = text.find(bare)
+        while at >= 0:
+            count += _bounded(text, at, at + len(bare), string)
+            at = text.find(bare, at + len(bare))
+        return count / self._lines + 0.12 ** length(string)
+
+
+def _bounded(text: str, start: int, end: int, string: str) -> bool:
+    """Whether the word boundaries that a literal has at its ends are there."""
+    before, after = text[max(start - 1, 0) : start] or "\n", text[end : end + 1] or "\n"
+    return not (
+        (string[0] == BOUNDARY and _word(before) == _word(text[start]))
+        or (string[-1] == BOUNDARY and _word(after) == _word(text[end - 1]))
+    )
+
+
+def _word(sign: str) -> bool:
+    return sign.isascii() and (sign.isalnum() or sign == "_")
+
+
+def _expression(literal: _Literal) -> bytes:
+    string, folded = literal
+    text = r"\b".join(re2.escape(piece) for piece in string.split(BOUNDARY))
+    return (f"(?i:{text})" if folded else text).encode()
+
+
+def _options(**wanted: bool | int) -> re2.Options:
+    options = re2.Options()
+    options.encoding = re2.Options.Encoding.LATIN1
+    options.log_errors = False
+    for name, value in wanted.items():
+        setattr(options, name, value)
+    return options
 
 
 def _compiled(signature: Signature, text: str) -> _Pattern:
@@ -164,14 +224,16 @@ def _named(pattern: _Pattern, match: re2._Match) -> dict[str, str]:
     return {name: value.decode("utf-8", "replace") for name, value in values if name and value is not None}
 
 
-def _line_around(chunk: bytes, low: int, at: int) -> tuple[int, int]:
-    """Start and end of the line that the byte `at` is in; no line begins before `low`."""
+def _line_around(chunk: bytes, low: int, at: int, carriages: bool) -> tuple[int, int]:
+    """Start and end of the line that the byte `at` is in; no line begins before `low`. `carriages`: lines may end with "\\r"."""
     start = max(chunk.rfind(b"\n", low, at) + 1, low)
-    start = max(chunk.rfind(b"\r", start, at) + 1, start)
     end = chunk.find(b"\n", at)
     end = len(chunk) if end < 0 else end
-    carriage = chunk.find(b"\r", at, end)
-    return start, end if carriage < 0 else carriage
+    if carriages:
+        start = max(chunk.rfind(b"\r", start, at) + 1, start)
+        carriage = chunk.find(b"\r", at, end)
+        end = end if carriage < 0 else carriage
+    return start, end
 
 
 def chunks(stream: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:

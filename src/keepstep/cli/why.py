@@ -78,7 +78,7 @@ def judged(question: Asked, since_ns: int | None, until_ns: int | None, explain:
     from keepstep.records.verdict import verdict_fields
 
     catalog = shipped()
-    reading = read_all(question.paths, catalog)
+    reading = read_all(question.paths)
     if not reading.used:
         because = "; ".join(reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")

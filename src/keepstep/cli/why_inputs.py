@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError, KeepstepError
 
 if TYPE_CHECKING:
-    from keepstep.catalog.load import Catalog
+    from keepstep.catalog.matcher import Matcher
     from keepstep.sources.reading import Reading
 
 INCIDENT = re.compile(r"INC-\d+")
@@ -57,24 +57,21 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
     return Asked(tuple(paths))
 
 
-def read_all(paths: Sequence[str], catalog: Catalog) -> Reading:
-    """What files, folders and standard input ("-", once) tell."""
+@functools.cache
+def shipped_matcher() -> Matcher:
+    """The patterns of the shipped catalog, compiled once a process: that takes longer than reading most logs."""
+    from keepstep.catalog.load import shipped
     from keepstep.catalog.matcher import Matcher
-    from keepstep.sources.decoding import open_stream, to_text, what_binary
-    from keepstep.sources.reading import read_paths, read_text
 
-    whole = read_paths([p for p in paths if p != "-"], catalog)
-    if "-" not in paths:
-        return whole
-    opened = open_stream(sys.stdin.buffer)
-    data = b"".join(opened.blocks)
-    binary = what_binary(data[:4096])
-    whole.unreadable.extend(f"standard input: {n}" for n in (*opened.notes, *([binary] if binary else [])))
-    if binary is None:
-        one = read_text("standard input", to_text(data), catalog, Matcher(catalog))
-        whole.events.extend(one.events)
-        whole.used.extend(one.used)
-    return whole
+    return Matcher(shipped())
+
+
+def read_all(paths: Sequence[str]) -> Reading:
+    """What files, folders and standard input ("-") tell."""
+    from keepstep.catalog.load import shipped
+    from keepstep.sources.reading import read_paths
+
+    return read_paths(paths, shipped(), matcher=shipped_matcher())
 
 
 def is_run_folder(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from keepstep.records.event import TimeQuality
 from keepstep.sources import facts
-from keepstep.sources.clocks import Clock, Said, boot_times, first_full, near_time, zone_offset_ns
+from keepstep.sources.clocks import Clock, Said, Timed, boot_times, first_full, near_time, zone_offset_ns
 from keepstep.sources.names import Hints, of_path, of_prompt, of_title
 from keepstep.sources.prefixes import Habits, Prefixed, Stream, habits_of, strip
 from keepstep.sources.terminal import clean
@@ -82,18 +82,35 @@ class _Stripped(NamedTuple):
         return [p.said for _, _, p in self.lines]
 
 
-def split(path: str, text: str, *, name: str = "", latest_ns: int | None = None) -> list[Document]:
-    """The documents of a file. Lines before the first section or command are a document of their own.
+class Origin(NamedTuple):
+    """Where a text comes from. `outer`: what its name or its folder tell; None: the file's own name is asked.
 
-    `name`: its path below the folder that was given, for what names tell; else only the file's own name is asked.
     `latest_ns`: when the file was last written, which gives times without a year theirs where nothing else does.
+    `boot_at_ns`: when its machine was booted, where that is known from elsewhere. `first_number`: of its first line.
     """
-    outer = of_path(name or path.rpartition("/")[2])
-    launched = "torchrun" in text or "torch.distributed.run" in text or "torch.distributed.launch" in text
-    stripped = [_strip_section(s, launched) for s in _sections(text, outer)]
+
+    outer: Hints | None = None
+    latest_ns: int | None = None
+    boot_at_ns: int | None = None
+    near_ns: int | None = None
+    first_number: int = 1
+
+
+_NOWHERE = Origin()
+
+
+def split(path: str, text: str, origin: Origin = _NOWHERE) -> list[Document]:
+    """The documents of a file. Lines before the first section or command are a document of their own."""
+    outer = of_path(path.rpartition("/")[2]) if origin.outer is None else origin.outer
+    stripped = [_strip_section(s, starts_launchers(text)) for s in _sections(text, outer, origin.first_number)]
     boots = facts.boots([(s.section.title, s.section.hints.node, [p.text for _, _, p in s.lines]) for s in stripped])
-    near = _near_times(stripped, latest_ns)
-    return [_document(path, s, near[i], boots, latest_ns) for i, s in enumerate(stripped)]
+    near = _near_times(stripped, origin)
+    return [_document(path, s, near[i], boots, origin) for i, s in enumerate(stripped)]
+
+
+def starts_launchers(text: str) -> bool:
+    """Whether a text tells of torchrun, so that what srun starts are launchers and no ranks."""
+    return "torchrun" in text or "torch.distributed.run" in text or "torch.distributed.launch" in text
 
 
 _SECTION = re.compile(r"==> (?P<name>.{1,500}?) <==\s*$")
@@ -119,10 +136,10 @@ _WORDS = frozenset(_ALSO_WORDS.split())
 """Commands that a comment may begin with too: after them an option, a path or nothing must stand."""
 
 
-def _sections(text: str, outer: Hints) -> list[_Section]:
+def _sections(text: str, outer: Hints, first_number: int) -> list[_Section]:
     found: list[_Section] = []
     current = _Section("", outer, [], [])
-    for number, raw in enumerate(_lines(text), 1):
+    for number, raw in enumerate(_lines(text), first_number):
         title = section_title(raw) if len(found) < MAX_SECTIONS and raw[:1] else None
         if title is None:
             current.numbers.append(number)
@@ -227,16 +244,16 @@ def _opened(record: Record, habits: Habits) -> Prefixed:
     )
 
 
-def _near_times(stripped: Sequence[_Stripped], latest_ns: int | None) -> list[int | None]:
+def _near_times(stripped: Sequence[_Stripped], origin: Origin) -> list[int | None]:
     """For each section a time that is near to it: its title's, its own first one, else that of the section before or after."""
     titled = [s.section.hints.stamp for s in stripped]
     full = [t.ns for t in titled if t is not None and t.kind in ("utc", "local")]
-    around = next(iter(full), None)
+    around = next(iter(full), origin.near_ns)
     if around is None:
         around = next((f for f in (first_full(s.said()) for s in stripped) if f is not None), None)
     near: list[int | None] = []
     for one, stamp in zip(stripped, titled, strict=True):
-        own = near_time(one.said(), around, latest_ns)
+        own = near_time(one.said(), around, origin.latest_ns)
         near.append(stamp.ns if own is None and stamp is not None and stamp.kind in ("utc", "local") else own)
     for i in range(1, len(near)):
         near[i] = near[i - 1] if near[i] is None else near[i]
@@ -245,19 +262,18 @@ def _near_times(stripped: Sequence[_Stripped], latest_ns: int | None) -> list[in
     return near
 
 
-def _document(
-    path: str, one: _Stripped, near_ns: int | None, boots: dict[str | None, int], latest_ns: int | None
-) -> Document:
+def _document(path: str, one: _Stripped, near_ns: int | None, boots: dict[str | None, int], origin: Origin) -> Document:
     said = one.said()
     hints = one.section.hints
     boot_at = boot_times(said)
     if boot_at is None:
-        boot_at = boots.get(hints.node, boots.get(None))
-    clock = Clock(near_ns, latest_ns, boot_at, zone_offset_ns(said))
+        boot_at = boots.get(hints.node, boots.get(None, origin.boot_at_ns))
+    near_ns = origin.near_ns if near_ns is None else near_ns
+    clock = Clock(near_ns, origin.latest_ns, boot_at, zone_offset_ns(said))
     if hints.stamp is not None:
         clock.start(hints.stamp)
     offset = _local_offset(one.lines)
-    lines = tuple(_line(number, raw, p, clock, hints, offset) for number, raw, p in one.lines)
+    lines = tuple(make_line(number, raw, p, clock.resolve(p.said), hints, offset) for number, raw, p in one.lines)
     return Document(path, one.section.title, lines, hints.node, hints.rank)
 
 
@@ -267,8 +283,8 @@ def _local_offset(lines: Sequence[tuple[int, str, Prefixed]]) -> int:
     return pairs.pop() if len(pairs) == 1 else 0
 
 
-def _line(number: int, raw: str, p: Prefixed, clock: Clock, hints: Hints, offset: int) -> Line:
-    timed = clock.resolve(p.said)
+def make_line(number: int, raw: str, p: Prefixed, timed: Timed, hints: Hints, offset: int = 0) -> Line:
+    """A line of a document. `offset`: what ranks are more than local ranks."""
     local = hints.local_rank if p.local_rank is None else p.local_rank
     rank = hints.rank if p.rank is None else p.rank
     if rank is None and local is not None and local + offset >= 0:

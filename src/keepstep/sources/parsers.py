@@ -12,6 +12,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
 from keepstep.sources.ownrecords import parse_own_records
+from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
     bandwidth,
     dcgm,
@@ -44,6 +45,7 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("ncclras", ncclras.parse),
     ("machine", machine.parse),
     ("bandwidth test", bandwidth.parse),
+    ("scheduler records", scheduler_records),
     ("table", tables.parse),
 )
 """Name and function."""

@@ -2,78 +2,347 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
+
+import msgspec
 
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
-from keepstep.sources.decoding import open_stream, to_text, what_binary
-from keepstep.sources.documents import split
+from keepstep.sources import runfolder, staleness
+from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
+from keepstep.sources.documents import Document, Line, Origin, split
+from keepstep.sources.facts import Facts, facts_of
+from keepstep.sources.folders import Found, Skipped, find
+from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.names import of_path
 from keepstep.sources.parsers import PARSERS
-from keepstep.sources.textlines import line_events
+from keepstep.sources.progress import progress_events
+from keepstep.sources.runfolder import RunFolder
+from keepstep.sources.skew import Skew, add_skew, estimate
+from keepstep.sources.storms import Collapser, dedupe, drop_copies
+from keepstep.sources.streaming import LINE_BYTES, Scanner
+from keepstep.sources.textlines import line_events, make_event
+from keepstep.sources.windows import Cutter
+
+WHOLE_BYTES = 4 << 20
+"""Logs up to this size are looked at as a whole, by every parser; larger ones are streamed."""
+WHOLE_LINES = 60_000
+RECORD_BYTES = 32 << 20
+"""The same for one JSON or YAML document, or one table of accounting: it means something only as a whole."""
+CHUNK_BYTES = 4 << 20
+TAIL_BYTES = 1 << 20
+"""The end of a large log is looked at as a document too: there a job says why it died."""
+TEXT_LIMIT_BYTES = 64 << 30
+"""Of one file, unpacked."""
+STDIN = "-"
 
 
 class Used(NamedTuple):
-    """A document that was read, as what, and how many events it gave."""
+    """A document that was read, as what, how many lines it has and how many events it gave."""
 
     path: str
     title: str
     read_as: str
     events: int
+    lines: int = 0
 
 
 class Reading(NamedTuple):
-    """Events in the order they were found; what they came from; what could not be read and why."""
+    """Events in the order they were found; what they came from; what could not be read, and what was left out, and why.
+
+    `dumps`: flight-recorder dumps that were seen; they are not read here. `skew`: by how much the clocks of nodes seem to differ.
+    """
 
     events: list[Event]
     used: list[Used]
     unreadable: list[str]
+    skipped: Sequence[Skipped] = ()
+    dumps: Sequence[str] = ()
+    skew: Sequence[Skew] = ()
+    facts: Facts = Facts()
+    size_bytes: int = 0
+
+    def span_ns(self) -> tuple[int, int] | None:
+        """The first and the last time of the events, None without any."""
+        times = [t for e in self.events for t in (e.time_ns, e.last_ns) if t is not None]
+        return (min(times), max(times)) if times else None
 
 
-def read_text(
-    path: str, text: str, catalog: Catalog, matcher: Matcher, *, name: str = "", latest_ns: int | None = None
-) -> Reading:
-    """Everything that one text tells. `name`, `latest_ns`: see `documents.split`."""
-    events: list[Event] = []
-    used: list[Used] = []
-    for document in split(path, text, name=name, latest_ns=latest_ns):
-        found = list(line_events(document, matcher, catalog))
-        read_as = []
-        # Every parser is asked: a paste without marks between its parts holds the output of several tools.
-        for parser, parse in PARSERS:
-            parsed = parse(document, catalog)
-            if parsed is not None:
-                found = parsed + found
-                read_as.append(parser)
-        events += found
-        used.append(Used(path, document.title, ", ".join(read_as) or "log lines", len(found)))
-    return Reading(events, used, [])
+class _Whole:
+    """Collects what files give."""
+
+    def __init__(self, catalog: Catalog, matcher: Matcher, deep: bool) -> None:
+        self.catalog = catalog
+        self.matcher = matcher
+        self.deep = deep
+        self.events: list[Event] = []
+        self.used: list[Used] = []
+        self.unreadable: list[str] = []
+        self.skipped: list[Skipped] = []
+        self.dumps: list[str] = []
+        self.facts: list[Facts] = []
+        self.size_bytes = 0
 
 
-def read_paths(paths: Sequence[str], catalog: Catalog) -> Reading:
-    """Everything that files and folders tell. A file that cannot be read is named in `unreadable`; the others are read."""
-    matcher = Matcher(catalog)
-    whole = Reading([], [], [])
+def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher, origin: Origin | None = None) -> Reading:
+    """Everything that one text tells."""
+    whole = _Whole(catalog, matcher, deep=True)
+    _read_documents(whole, split(path, text, origin or Origin()))
+    return _finished(whole)
+
+
+def read_paths(paths: Sequence[str], catalog: Catalog, *, matcher: Matcher | None = None, deep: bool = True) -> Reading:
+    """Everything that files and folders tell; "-" is standard input. A file that cannot be read is named; the others are read.
+
+    `deep`: cut pieces out of large logs for the parsers of documents; without it, only lines that match are taken from those.
+    """
+    whole = _Whole(catalog, matcher or Matcher(catalog), deep)
     for name in paths:
-        top = Path(name)
-        for path in sorted(p for p in top.rglob("*") if p.is_file()) if top.is_dir() else [top]:
-            try:
-                with path.open("rb") as file:
-                    opened = open_stream(file)
-                    data = b"".join(opened.blocks)
-                    latest_ns = path.stat().st_mtime_ns
-            except OSError as error:
-                whole.unreadable.append(f"{path}: {error.strerror}")
+        if name == STDIN:
+            _read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")), None, "")
+            continue
+        top = runfolder.folder_of(Path(name))
+        run = runfolder.read_run_folder(top) if top is not None else None
+        for one in find(name):
+            if isinstance(one, Skipped):
+                whole.skipped.append(one)
+            else:
+                _read_file(whole, one, run)
+    return _finished(whole)
+
+
+def _finished(whole: _Whole) -> Reading:
+    facts = Facts(
+        tuple(b for f in whole.facts for b in f.boots),
+        tuple(r for f in whole.facts for r in f.repairs),
+        tuple(s for f in whole.facts for s in f.last_seq),
+    )
+    events = drop_copies(dedupe(whole.events))
+    events = staleness.replayed(events, dict(facts.last_seq))
+    events = staleness.before_repairs(events, facts.repairs)
+    events = staleness.from_previous_boots(events, facts.boots)
+    skew = estimate(events)
+    return Reading(
+        events=add_skew(events, skew),
+        used=whole.used,
+        unreadable=whole.unreadable,
+        skipped=whole.skipped,
+        dumps=whole.dumps,
+        skew=skew,
+        facts=facts,
+        size_bytes=whole.size_bytes,
+    )
+
+
+def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
+    try:
+        with found.path.open("rb") as file:
+            latest_ns = found.path.stat().st_mtime_ns
+            outer, boot_at, below = of_path(found.below), None, found.below
+            if run is not None:
+                below = str(found.path.resolve().relative_to(run.top))
+                outer = runfolder.hints_of(below, outer)
+                boot_at = runfolder.boot_at_ns(run, found.path, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
+    except OSError as error:
+        whole.unreadable.append(f"{found.path}: {error.strerror or error}")
+
+
+def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run: RunFolder | None, below: str) -> None:
+    opened = open_stream(stream)
+    begin = len(whole.events)
+    blocks = opened.blocks
+    held: list[bytes] = []
+    size = 0
+    limit = WHOLE_BYTES
+    for block in blocks:
+        if not held and is_record(block):
+            limit = max(limit, RECORD_BYTES)
+        held.append(block)
+        size += len(block)
+        if size > limit:
+            break
+    data = b"".join(held)
+    del held
+    if is_flight_recorder(data):
+        whole.dumps.append(path)
+        return
+    # A crash leaves blocks of NUL in a log, also at its begin.
+    binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
+    if binary is not None:
+        whole.unreadable.append(f"{path}: {binary}")
+    elif size > limit or (limit == WHOLE_BYTES and data.count(b"\n") > WHOLE_LINES):
+        _read_large(whole, data, blocks, path, origin)
+    else:
+        whole.size_bytes += len(data)
+        _read_documents(whole, split(path, to_text(data), origin))
+    whole.unreadable.extend(f"{path}: {note}" for note in opened.notes)
+    if run is not None:
+        whole.events[begin:] = [runfolder.place(e, run, below) for e in whole.events[begin:]]
+
+
+# ---- whole documents
+
+
+def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
+    near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
+    for document in documents:
+        found = Collapser()
+        for event in line_events(document, whole.matcher, whole.catalog):
+            found.add(event)
+        read_as, parsed = _parsed(document, whole.catalog)
+        told = {(e.evidence.line, e.signature) for e in parsed}
+        lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
+        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        whole.events += events
+        whole.facts.append(facts_of(document, near_ns))
+        whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
+
+
+def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
+    """What the parsers make of a document, and of blocks of lines in it.
+
+    All are asked: a paste without marks between its parts holds several outputs.
+    """
+    read_as, found = [], list[Event]()
+    for name, parse in PARSERS:
+        events = parse(document, catalog)
+        if events is not None:
+            read_as.append(name)
+            found += events
+    found += block_events(document, catalog)
+    return ", ".join(read_as) or "log lines", _completed(found, document)
+
+
+def _completed(events: Iterable[Event], document: Document) -> list[Event]:
+    """Events of a parser with what their lines tell beside: time, node, an id."""
+    by_number: dict[int, Line] = {}
+    for one in document.lines:
+        by_number.setdefault(one.number, one)
+    done = []
+    for index, event in enumerate(events):
+        line = by_number.get(event.evidence.line)
+        changes: dict[str, object] = {}
+        if event.time_ns is None and line is not None and line.time_ns is not None:
+            changes = {"time_ns": line.time_ns, "time_quality": line.time_quality}
+        if event.node is None and event.rank is None:
+            changes["node"] = line.node if line is not None and line.node else document.node
+        if not event.id:
+            key = f"{document.path}/{document.title}/{event.signature}/{event.evidence.line}/{index}"
+            changes["id"] = "ev-" + hashlib.blake2b(key.encode(errors="replace"), digest_size=8).hexdigest()
+        done.append(msgspec.structs.replace(event, **changes) if changes else event)
+    return done
+
+
+# ---- large logs
+
+
+def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, origin: Origin) -> None:
+    cutter = Cutter() if whole.deep else None
+    scanner: Scanner | None = None
+    found = Collapser()
+    tail = b""
+    for chunk in chunks(_in_utf8(head, rest)):
+        if scanner is None:
+            scanner = Scanner(whole.matcher, origin, chunk, cutter)
+        for hit in scanner.scan(chunk):
+            document = Document(path, hit.title, ())
+            for match in hit.matches:
+                found.add(make_event(match, hit.line, document))
+        tail = (tail + chunk)[-TAIL_BYTES:] if whole.deep else b""
+        if scanner.size_bytes > TEXT_LIMIT_BYTES:
+            whole.skipped.append(Skipped(path, f"what comes after {TEXT_LIMIT_BYTES >> 30} GiB of text"))
+            break
+    if scanner is None:
+        return
+    if found.lost:
+        whole.skipped.append(Skipped(path, f"{found.lost} sightings of more things than are told apart"))
+    events = found.events()
+    if cutter is not None:
+        events += _pieces(whole, path, origin, cutter, scanner, tail)
+    whole.events += events
+    whole.size_bytes += scanner.size_bytes
+    whole.used.append(Used(path, "", "log lines, streamed", len(events), scanner.lines))
+
+
+def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: Scanner, tail: bytes) -> list[Event]:
+    """What parsers make of the pieces that were cut out, and of the end; steps that were made are looked for at the end."""
+    cutter.finish()
+    found: list[Event] = []
+    for window in cutter.done:
+        near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
+        for document in split(path, window.text, near):
+            found += _parsed(document, whole.catalog)[1]
+    tail = tail[tail.find(b"\n") + 1 :]
+    number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
+    for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
+        found += _parsed(document, whole.catalog)[1]
+        found += progress_events(document, whole.catalog)
+        whole.facts.append(facts_of(document))
+    seen: set[tuple[int, str]] = set()
+    kept = []
+    for event in found:
+        key = (event.evidence.line, event.signature)
+        if not event.evidence.line or key not in seen:
+            kept.append(event)
+        seen.add(key)
+    return kept
+
+
+def _in_utf8(head: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks, in UTF-8 where a byte order mark says that they are UTF-16 or UTF-32."""
+    wide = wide_encoding(head)
+    if wide is None:
+        yield head
+        yield from rest
+        return
+    decoder = codecs.getincrementaldecoder(wide)(errors="replace")
+    yield decoder.decode(head).removeprefix("\ufeff").encode(errors="replace")
+    for block in rest:
+        yield decoder.decode(block).encode(errors="replace")
+
+
+def chunks(blocks: Iterable[bytes], size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Blocks of any size as chunks of about `size` that end where lines end. A line longer than that is cut to its begin."""
+    held: list[bytes] = []
+    total = 0
+    cutting = False
+    for given in blocks:
+        block = given
+        if cutting:
+            end = block.find(b"\n")
+            if end < 0:
                 continue
-            whole.unreadable.extend(f"{path}: {n}" for n in opened.notes)
-            binary = what_binary(data[:4096])
-            if binary is not None:
-                whole.unreadable.append(f"{path}: {binary}")
-                continue
-            below = str(path.relative_to(top)) if top.is_dir() else path.name
-            one = read_text(str(path), to_text(data), catalog, matcher, name=below, latest_ns=latest_ns)
-            whole.events.extend(one.events)
-            whole.used.extend(one.used)
-    return whole
+            block, cutting = block[end:], False
+        held.append(block)
+        total += len(block)
+        if total < size:
+            continue
+        data = b"".join(held)
+        cut = data.rfind(b"\n") + 1
+        if cut:
+            for start, end in _even(data, cut, size):
+                yield data[start:end]
+            data = data[cut:]
+        elif total >= size:
+            data, cutting = data[:LINE_BYTES], True
+        held, total = [data], len(data)
+    data = b"".join(held)
+    if data:
+        yield data
+
+
+def _even(data: bytes, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """Parts of about `size` of the first `end` bytes, each up to a line end."""
+    start = 0
+    while start < end:
+        cut = data.rfind(b"\n", start, min(start + 2 * size, end)) + 1 if end - start > 2 * size else end
+        cut = cut if cut > start else data.find(b"\n", start) + 1
+        yield start, cut
+        start = cut

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.gpu_levels import gpu_levels
+from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.attribution.rules.xid import degrading, xids
 from keepstep.catalog.load import Catalog
@@ -23,6 +26,16 @@ Rule = Callable[[Sequence[Event], Catalog], list[Event]]
 PastRule = Callable[[Sequence[Event], Sequence[Event], Catalog], list[Event]]
 """As a rule; its second argument are the events that are stale, which no other rule sees."""
 
-RULES: tuple[Rule, ...] = (late_ranks, gpu_levels, links, stragglers, xids, common_cause)
+RULES: tuple[Rule, ...] = (
+    late_ranks,
+    *JOB_RULES,
+    gpu_levels,
+    links,
+    stragglers,
+    xids,
+    *CHECKPOINT_RULES,
+    *SCHEDULER_RULES,
+    common_cause,
+)
 PAST_RULES: tuple[PastRule, ...] = (degrading,)
 """Run first."""

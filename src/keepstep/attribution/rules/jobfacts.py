@@ -1,0 +1,153 @@
+"""What the rules on a job's own log have in common: who waits, what ranks are busy with, when the job lived, and how a conclusion is made."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from keepstep.attribution.order import SECOND_NS, compare
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+PROGRESS = "job.progress"
+
+WAITS = frozenset(
+    {
+        "torch.watchdog_timeout",
+        "torch.blocking_wait_timeout",
+        "torch.store_owner_late",
+        "torch.store_timeout",
+        "torch.monitored_barrier",
+        "gloo.timeout",
+        "stack.collective",
+        "jax.barrier_timeout",
+    }
+)
+"""Signatures whose rank waits for others."""
+
+LISTED_LIMIT = 20_000
+"""Ranks of one list in a line that are looked at."""
+
+
+class Wait(NamedTuple):
+    """A rank that waited in a collective. `group`: its process group, None where nothing tells. Times: UTC ns, None unknown."""
+
+    event: Event
+    rank: int | None
+    seq: int | None
+    op: str
+    group: str | None
+    numel: tuple[str, str]
+    begin_ns: int | None
+
+
+def number(value: object) -> int | None:
+    """An attribute as a number: groups of patterns are texts."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    text = str(value) if value is not None else ""
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) else None
+
+
+def ranks_of(value: object) -> list[int]:
+    """Ranks in a list of numbers: "5, 6"."""
+    return [int(t) for t in re.findall(r"\d{1,9}", str(value or ""))[:LISTED_LIMIT]]
+
+
+def of(events: Iterable[Event], *signatures: str) -> list[Event]:
+    """Events of these signatures."""
+    return [e for e in events if e.signature in signatures]
+
+
+def waits(events: Sequence[Event]) -> list[Wait]:
+    """All ranks that waited, each wait once; groups are taken from the watchdog's second line of the same rank and sequence."""
+    groups: dict[tuple[int | None, int | None], str] = {}
+    for event in of(events, "torch.watchdog_failure"):
+        guid = event.attrs.get("guid") or event.attrs.get("pg")
+        if guid is not None:
+            groups[event.rank, number(event.attrs.get("seq"))] = str(guid)
+    found: dict[tuple[object, ...], Wait] = {}
+    for event in events:
+        if event.signature not in WAITS or (event.signature == "torch.monitored_barrier" and event.rank is None):
+            continue
+        attrs = event.attrs
+        seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))
+        ran_ms = number(attrs.get("ran_ms")) or number(attrs.get("timeout_ms"))
+        begin = event.time_ns - ran_ms * 1_000_000 if event.time_ns is not None and ran_ms is not None else None
+        numel = (str(attrs.get("numel_in", "")), str(attrs.get("numel_out", "")))
+        key = (event.rank, seq, op, event.cycle) if event.rank is not None else (id(event),)
+        if key not in found:
+            found[key] = Wait(event, event.rank, seq, op, groups.get((event.rank, seq)), numel, begin)
+    return list(found.values())
+
+
+def begin_of_wait(waiting: Sequence[Wait]) -> int | None:
+    """When the first of them began to wait."""
+    return min((w.begin_ns for w in waiting if w.begin_ns is not None), default=None)
+
+
+def known_ranks(events: Iterable[Event]) -> set[int]:
+    """Ranks that any event names as its writer."""
+    return {e.rank for e in events if e.rank is not None}
+
+
+def by_rank(events: Iterable[Event]) -> Mapping[int, list[Event]]:
+    """Events by the rank that wrote them."""
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.rank is not None:
+            found[event.rank].append(event)
+    return found
+
+
+def before(one: Event, other: Event) -> bool:
+    """Whether an event was before another, or stands before it in one text where times do not tell."""
+    return compare(one, other) == "before"
+
+
+def within_s(one: Event, other: Event, seconds: float) -> bool:
+    """Whether `other` follows `one` within a time; True too where times are missing and the order is not against it."""
+    if one.time_ns is not None and other.time_ns is not None:
+        return -2.0 <= (other.time_ns - one.time_ns) / SECOND_NS <= seconds
+    return compare(one, other) != "after"
+
+
+def steps_before(events: Iterable[Event], event: Event) -> int:
+    """Highest step that the job is known to have made before an event; -1 where nothing is known."""
+    best = -1
+    for one in events:
+        if one.signature == PROGRESS and compare(one, event) == "before":
+            for name in ("last_step", "step", "first_step", "iteration"):
+                step = number(one.attrs.get(name))
+                if step is not None:
+                    best = max(best, step)
+                    break
+            else:
+                best = max(best, 0)
+    return best
+
+
+def concluded(
+    signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None
+) -> Event:
+    """The event of a conclusion: at the time and place of what it rests on. `about`: the rank that it is about, not who told."""
+    entry = catalog[signature]
+    return Event(
+        kind=entry.kind,
+        signature=entry.id,
+        severity=entry.severity,
+        source=basis.source,
+        time_ns=basis.time_ns,
+        time_quality=basis.time_quality,
+        order=basis.order,
+        node=basis.node if about is None or about == basis.rank else None,
+        gpu=basis.gpu if entry.scope == "gpu" else None,
+        rank=about if about is not None else basis.rank,
+        cycle=basis.cycle,
+        attrs=dict(attrs),
+        evidence=basis.evidence,
+    )

@@ -1,0 +1,198 @@
+"""Who is late when others wait, and with what.
+
+A time-out is printed by those who wait. The one they wait for is a rank that prints none, is named by a barrier that knows, or has
+nothing pending; what it is busy with meanwhile tells whose fault the wait is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from keepstep.attribution.order import SECOND_NS, compare
+from keepstep.attribution.rules.jobfacts import (
+    PROGRESS,
+    Wait,
+    begin_of_wait,
+    by_rank,
+    concluded,
+    known_ranks,
+    number,
+    of,
+    ranks_of,
+    waits,
+)
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+CONCLUSION_OF = {
+    "job.evaluating": "derived.late_in_evaluation",
+    "job.preparing_data": "derived.late_in_data",
+    "job.saving": "derived.late_in_checkpoint",
+    "job.loading": "derived.late_in_loading",
+    "job.compiling": "derived.late_in_compilation",
+    "job.finished_rank": "derived.late_finished",
+    PROGRESS: "derived.late_stepping",
+}
+"""What a late rank was seen to be busy with, and the conclusion."""
+
+DOING_TO_ACTIVITY = {
+    "saving": "job.saving",
+    "evaluating": "job.evaluating",
+    "data": "job.preparing_data",
+    "compiling": "job.compiling",
+    "loading": "job.loading",
+}
+"""Words of sources/joblog/stacks.py."""
+
+MOST_LATE_SHARE = 0.5
+"""Of the known ranks: when more than half do not wait, those who wait are not held up by a few."""
+
+SLACK_S = 120.0
+"""A rank that logs once a minute or two and is busy is still busy."""
+
+
+class Late(NamedTuple):
+    """A rank that others wait for. `named`: by a message that knows, not only by its absence."""
+
+    rank: int
+    named: bool
+
+
+def who_is_late(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A conclusion for each late rank: with what it is late, or only that it is absent."""
+    waiting = waits(events)
+    if not waiting:
+        return []
+    late = late_ranks(events, waiting)
+    ranks = by_rank(events)
+    found: list[Event] = []
+    told = False
+    for one in late:
+        conclusion = _conclude(one, ranks.get(one.rank, []), waiting, catalog)
+        if conclusion is not None:
+            found.append(conclusion)
+            told = told or conclusion.signature != "derived.absent_rank"
+    if not told:
+        found += _anonymous(events, waiting, late, catalog)
+    return found
+
+
+def late_ranks(events: Sequence[Event], waiting: Sequence[Wait]) -> list[Late]:
+    """Ranks that the waiting wait for, those named by a message first."""
+    waiters = {w.rank for w in waiting if w.rank is not None}
+    named = _named(events, waiting) - waiters
+    known = known_ranks(events) - waiters
+    holes = _holes(waiters)
+    silent = known | holes
+    if len(silent) > MOST_LATE_SHARE * len(waiters | silent) and len(waiters) > 1:
+        silent = set()
+    return [Late(r, True) for r in sorted(named)] + [Late(r, False) for r in sorted(silent - named)]
+
+
+def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
+    found: set[int] = set()
+    for event in of(events, "torch.desync_report", "torch.monitored_barrier", "jax.barrier_timeout", "jax.task_lost"):
+        found.update(ranks_of(event.attrs.get("late_ranks")))
+    for event in of(events, "torch.store_owner_late"):
+        owner = number(event.attrs.get("owner_rank"))
+        if owner is not None:
+            found.add(owner)
+    stuck = {(w.group, w.seq) for w in waiting if w.group is not None and w.seq is not None}
+    for event in of(events, "torch.dump_received", "torch.watchdog_failure"):
+        group = str(event.attrs.get("guid") or event.attrs.get("pg") or "")
+        enqueued = number(event.attrs.get("enqueued"))
+        if event.rank is None or enqueued is None:
+            continue
+        # It never called the collective that others are stuck in.
+        if any(group == g and seq is not None and enqueued < seq for g, seq in stuck):
+            found.add(event.rank)
+    return found
+
+
+def _holes(waiters: set[int]) -> set[int]:
+    """Ranks below the highest waiter that do not wait, when they are few."""
+    if len(waiters) < 2:
+        return set()
+    top = max(waiters)
+    if top >= 2 * len(waiters):
+        return set()
+    return {r for r in range(top) if r not in waiters}
+
+
+def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog: Catalog) -> Event | None:
+    """What the late rank's own output says. None when it failed: then its failure is the cause, and stands by itself."""
+    if any(_failed(e, catalog) for e in own):
+        return None
+    begin = begin_of_wait(waiting)
+    activity = _activity(own, waiting, begin)
+    count = len({w.rank for w in waiting})
+    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op, "seq": waiting[0].seq}
+    if activity is None:
+        return concluded("derived.absent_rank", catalog, waiting[0].event, attrs, about=late.rank)
+    signature, basis = activity
+    return concluded(signature, catalog, basis, attrs | {"doing": basis.evidence.text[:200]}, about=late.rank)
+
+
+def _failed(event: Event, catalog: Catalog) -> bool:
+    """Whether an event says that its rank failed of something that has an entry of its own."""
+    entry = catalog[event.signature]
+    if entry.role == "root" and entry.severity in ("error", "fatal"):
+        return True
+    return event.kind in ("storage.error", "checkpoint.failed", "rank.exception", "rank.exit") and entry.role != "noise"
+
+
+def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | None) -> tuple[str, Event] | None:
+    """The conclusion and the event it rests on: what the rank was seen at during the wait, else the last thing before it."""
+    last = max(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    stacks = [e for e in own if e.signature == "stack.outside"]
+    for event in stacks:
+        doing = str(event.attrs.get("doing"))
+        if doing in DOING_TO_ACTIVITY:
+            return CONCLUSION_OF[DOING_TO_ACTIVITY[doing]], event
+        if doing == "code":
+            return "derived.late_in_code", event
+    acts = [e for e in own if e.signature in CONCLUSION_OF]
+    if not acts:
+        return None
+    during = [e for e in acts if _during(e, begin_ns, last)]
+    telling = [e for e in during if e.signature != PROGRESS] or during
+    if telling:
+        # The first thing it was at when the others began to wait is what they waited for.
+        return CONCLUSION_OF[telling[0].signature], telling[0]
+    earlier = [e for e in acts if compare(e, last) != "after" and e.signature not in (PROGRESS,)]
+    if not earlier:
+        return None
+    latest = earlier[-1]
+    return CONCLUSION_OF[latest.signature], latest
+
+
+def _during(event: Event, begin_ns: int | None, last: Event) -> bool:
+    """Whether an activity overlaps the wait, by its first and last sighting."""
+    if begin_ns is not None and event.time_ns is not None and last.time_ns is not None:
+        first, end = event.time_ns, event.last_ns or event.time_ns
+        return end >= begin_ns - SLACK_S * SECOND_NS and first <= last.time_ns + SLACK_S * SECOND_NS
+    return compare(last, event) == "before"
+
+
+def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog) -> list[Event]:
+    """Work that began before the wait and ended after it, in a log without ranks: somebody did it alone."""
+    if any(_failed(e, catalog) for e in events if e.rank is not None and any(e.rank == one.rank for one in late)):
+        return []
+    begin = begin_of_wait(waiting)
+    last = max(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    first = min(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    groups: dict[str, list[Event]] = {}
+    for event in events:
+        if event.rank is None and event.signature in CONCLUSION_OF and event.signature != PROGRESS:
+            groups.setdefault(event.signature, []).append(event)
+    for signature, members in sorted(groups.items()):
+        ended = [e for e in members if compare(last, e) == "before"]
+        begun = [e for e in members if compare(e, first) == "before"]
+        spans = any(_during(e, begin, last) and (e.last_ns or 0) > (e.time_ns or 0) for e in members)
+        if (ended and begun) or spans:
+            basis = (begun or members)[-1]
+            attrs = {"waiting": len({w.rank for w in waiting}), "op": waiting[0].op, "seq": waiting[0].seq}
+            attrs |= {"doing": basis.evidence.text[:200]}
+            return [concluded(CONCLUSION_OF[signature], catalog, basis, attrs)]
+    return []

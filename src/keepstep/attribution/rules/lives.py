@@ -1,0 +1,173 @@
+"""What the lives of a job's worker group say: an end that was good, spares that were not needed, the same failure again and again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from keepstep.attribution.order import canonical, compare
+from keepstep.attribution.rules.jobfacts import PROGRESS, before, concluded, number, of
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+TEARDOWN = (
+    "elastic.exit_barrier_failed",
+    "torch.store_connection_lost",
+    "python.peer_lost",
+    "elastic.rendezvous_closed",
+    "elastic.rendezvous_unreachable",
+    "elastic.no_result",
+    "python.launcher_exception",
+    "gloo.connection_closed",
+    "nccl.peer_closed",
+    "nccl.remote_error",
+    "torch.heartbeat_timeout",
+)
+"""What a process may still say when the job has ended well."""
+
+RESTARTS = ("job.started", "elastic.restarting")
+FAILING_ROLES = ("root", "cascade")
+
+FINGERPRINTED = (
+    "python.user_exception",
+    "python.user_runtime_error",
+    "python.library_exception",
+    "python.tensor_misuse",
+    "python.file_missing",
+    "cuda.device_assert",
+    "cuda.illegal_address",
+    "cuda.bad_kernel",
+    "torch.cuda_oom",
+    "loss.not_finite",
+)
+"""Failures of the program: the same one in two lives is in the program or its data."""
+
+LEAST_STALLS = 3
+"""Time-outs at one step in so many lives are no chance; two may be one bad link."""
+
+
+def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Errors that came when the worker group had already finished: of taking down, not of the job."""
+    done = [e for e in of(events, "elastic.succeeded") if not any(before(e, r) for r in of(events, *RESTARTS))]
+    if not done:
+        return []
+    success = min(done, key=canonical)
+    late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]
+    if not late or any(_really_failed(e, catalog) for e in events):
+        return []
+    return [
+        concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
+    ]
+
+
+def _really_failed(event: Event, catalog: Catalog) -> bool:
+    entry = catalog[event.signature]
+    if event.signature == "elastic.rank_failed" or event.signature.startswith("exit.sig"):
+        return True
+    return entry.role == "root" and entry.severity in ("error", "fatal") and event.signature not in TEARDOWN
+
+
+def standby_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A launcher that stumbles over its own graceful exit: a spare that was not needed."""
+    graceful = of(events, "elastic.rendezvous_graceful")
+    stumbles = of(events, "elastic.no_result", "python.launcher_exception")
+    if any(_really_failed(e, catalog) for e in events):
+        return []
+    for stumble in sorted(stumbles, key=canonical):
+        if any(compare(g, stumble) != "after" for g in graceful):
+            return [concluded("derived.standby_exit", catalog, stumble, {})]
+    return []
+
+
+def seat_taken(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A node that worked and came back to find its place given to a spare: an assignment, no fault of the node."""
+    promoted = of(events, "launcher.spare_promoted")
+    for standby in of(events, "launcher.standby"):
+        member = str(standby.attrs.get("member", ""))
+        excluded = {str(e.attrs.get("member", "")) for e in of(events, "launcher.node_excluded")}
+        if member in excluded or "spare" in member:
+            continue
+        if member and any(compare(p, standby) != "after" for p in promoted):
+            return [concluded("derived.seat_taken", catalog, standby, {"member": member})]
+    return []
+
+
+def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The same failure of the program in two lives with a restart between them: it will come again."""
+    restarts = sorted(of(events, *RESTARTS), key=canonical)
+    by_print: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
+    for event in of(events, *FINGERPRINTED):
+        frame = str(event.attrs.get("user_frame") or event.attrs.get("frame") or "")
+        by_print[event.signature, str(event.attrs.get("type", "")), frame].append(event)
+    for members in by_print.values():
+        lives = _lives(sorted(members, key=canonical), restarts)
+        if lives >= 2:
+            return [concluded("derived.same_failure_again", catalog, members[0], {"lives": lives})]
+    return _same_outcomes(events, catalog) or _same_step(events, restarts, catalog)
+
+
+def _lives(members: Sequence[Event], restarts: Sequence[Event]) -> int:
+    """In how many lives the events are: a life ends where a restart stands between two."""
+    cycles = {e.cycle for e in members if e.cycle is not None}
+    if len(cycles) > 1:
+        return len(cycles)
+    lives = 1
+    anchor = members[0]
+    for event in members[1:]:
+        if any(before(anchor, r) and before(r, event) for r in restarts):
+            lives += 1
+            anchor = event
+    return lives
+
+
+def _same_outcomes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Summaries of cycles that end alike."""
+    by_outcome: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in of(events, "launcher.cycle"):
+        if event.attrs.get("type"):
+            by_outcome[str(event.attrs["type"]), str(event.attrs.get("message", ""))[:80]].append(event)
+    for members in by_outcome.values():
+        if len({e.cycle for e in members}) >= LEAST_STALLS:
+            return [concluded("derived.cycles_end_alike", catalog, members[0], {"lives": len(members)})]
+    return []
+
+
+def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Time-outs of several lives after the same last step."""
+    stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)
+    progress = sorted(of(events, PROGRESS), key=canonical)
+    if not stalls or not progress or not restarts:
+        return []
+    last_steps: list[int] = []
+    bounds: list[Event | None] = [None, *restarts, None]
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        inside = [s for s in stalls if _between(s, begin, end)]
+        steps = [number(p.attrs.get("last_step") or p.attrs.get("step")) for p in progress if _between(p, begin, end)]
+        known = [s for s in steps if s is not None]
+        if inside and known:
+            last_steps.append(max(known))
+    if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
+        return [
+            concluded(
+                "derived.stalls_at_one_step", catalog, stalls[0], {"step": last_steps[0], "lives": len(last_steps)}
+            )
+        ]
+    return []
+
+
+def _between(event: Event, begin: Event | None, end: Event | None) -> bool:
+    return (begin is None or compare(begin, event) != "after") and (end is None or compare(event, end) == "before")
+
+
+def no_restart_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The launcher asked not to be restarted, and what arrived is the exit status of the teardown."""
+    asked = of(events, "exit.no_restart", "nvrx.no_progress")
+    lost = [e for e in events if e.signature in ("exit.sigterm", "exit.stopped_from_outside") or _is_143(e)]
+    if not asked or not lost:
+        return []
+    return [concluded("derived.no_restart_lost", catalog, asked[0], {"arrived": lost[0].evidence.text[:120]})]
+
+
+def _is_143(event: Event) -> bool:
+    codes = {str(event.attrs.get(name, "")) for name in ("exit_code", "exitcode", "code", "exit")}
+    return bool(codes & {"143", "143:0", "0:15"})

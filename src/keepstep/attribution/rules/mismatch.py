@@ -1,0 +1,73 @@
+"""Ranks that called different collectives at one point, or a different number of them: the program took different ways."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from keepstep.attribution.rules.jobfacts import Wait, concluded, waits
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+ALIKE = frozenset(
+    {
+        "ALLREDUCE",
+        "BROADCAST",
+        "REDUCE",
+        "ALLGATHER",
+        "_ALLGATHER_BASE",
+        "REDUCE_SCATTER",
+        "_REDUCE_SCATTER_BASE",
+        "BARRIER",
+    }
+)
+"""Collectives whose sizes are the same on all ranks of a group. Not all-to-all, gather and scatter, and nothing coalesced."""
+
+GROUPED = frozenset({"COALESCED", "_COALESCED", "SEND", "RECV", "UNKNOWN"})
+"""Entries that stand for several calls, or for one side of a pair: one rank's send is another's receive."""
+
+FEW_RANKS = 16
+"""Up to so many ranks that print no group a job has, as a rule, one group; above, groups of several kinds count alike."""
+
+
+def mismatches(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A conclusion where waiting ranks of one group do not wait in the same call."""
+    by_group: dict[str | None, list[Wait]] = defaultdict(list)
+    for wait in waits(events):
+        if wait.rank is not None and wait.seq is not None and wait.op and wait.op not in GROUPED:
+            by_group[wait.group].append(wait)
+    found: list[Event] = []
+    for group, members in by_group.items():
+        if group is not None or len({m.rank for m in members}) <= FEW_RANKS:
+            found += _in_group(group, members, catalog)
+    return found
+
+
+def _in_group(group: str | None, members: Sequence[Wait], catalog: Catalog) -> list[Event]:
+    first_of_rank: dict[int, Wait] = {}
+    for wait in members:
+        # A rank whose later works time out too: the first is where it is stuck.
+        known = first_of_rank.get(wait.rank or 0)
+        if known is None or (wait.seq or 0) < (known.seq or 0):
+            first_of_rank[wait.rank or 0] = wait
+    stuck = list(first_of_rank.values())
+    by_seq: dict[int, list[Wait]] = defaultdict(list)
+    for wait in stuck:
+        by_seq[wait.seq or 0].append(wait)
+    sure = "certain" if group is not None else "likely"
+    for seq, same in sorted(by_seq.items()):
+        ops = {w.op for w in same}
+        if len(ops) > 1:
+            attrs = {"seq": seq, "ops": sorted(ops), "how": sure}
+            return [concluded("derived.collective_mismatch", catalog, same[0].event, attrs)]
+        sizes = {w.numel for w in same if w.numel != ("", "")}
+        if len(sizes) > 1 and ops <= ALIKE:
+            attrs = {"seq": seq, "op": same[0].op, "sizes": sorted(sizes)[:8], "how": sure}
+            return [concluded("derived.size_mismatch", catalog, same[0].event, attrs)]
+    if len(by_seq) > 1 and (group is not None or len({w.op for w in stuck}) == 1):
+        low, high = min(by_seq), max(by_seq)
+        behind = sorted(w.rank for w in by_seq[low] if w.rank is not None)
+        attrs = {"seq": low, "highest": high, "behind": behind[:16]}
+        signature = "derived.sequence_desync" if group is not None else "derived.sequence_desync_likely"
+        return [concluded(signature, catalog, by_seq[low][0].event, attrs)]
+    return []

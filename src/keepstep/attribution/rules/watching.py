@@ -1,0 +1,113 @@
+"""What watching a job does to it, and what its absence means: probes that crash it, monitors that are off, dumps that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.attribution.order import canonical
+from keepstep.attribution.rules.jobfacts import WAITS, concluded, of, within_s
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+CRASHES = (
+    "python.heap_corrupted",
+    "python.fatal_error",
+    "python.terminate_called",
+    "exit.sigsegv",
+    "exit.sigabrt",
+    "exit.sigbus",
+    "torch.store_connection_lost",
+    "nccl.peer_closed",
+    "nccl.remote_error",
+)
+AFTER_PROBE_S = 600.0
+"""A probe that disturbs does so within minutes."""
+STRONG = 1.5
+"""Weight of a root that makes a probe an innocent bystander."""
+
+RAISED = (
+    "python.user_exception",
+    "python.user_runtime_error",
+    "python.library_exception",
+    "python.import_failed",
+    "python.file_missing",
+)
+
+
+def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A process that crashed in native code right after a diagnostic tool was pointed at it."""
+    probes = sorted(of(events, "diag.attached"), key=canonical)
+    if not probes:
+        return []
+    crashes = sorted((e for e in events if e.signature in CRASHES or _aborted(e)), key=canonical)
+    for crash in crashes:
+        probe = next((p for p in probes if within_s(p, crash, AFTER_PROBE_S)), None)
+        if probe is None or _has_own_cause(events, crash, catalog):
+            continue
+        return [
+            concluded(
+                "derived.probe_crashed_it",
+                catalog,
+                probe,
+                {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]},
+            )
+        ]
+    return []
+
+
+def _aborted(event: Event) -> bool:
+    """An end by a signal that native code causes, as any scheduler reports it."""
+    text = event.evidence.text
+    return event.kind == "rank.exit" and any(
+        word in text for word in ("Aborted", "core dumped", "Segmentation fault", "SIGABRT", "SIGSEGV")
+    )
+
+
+def _has_own_cause(events: Sequence[Event], crash: Event, catalog: Catalog) -> bool:
+    for event in events:
+        entry = catalog[event.signature]
+        if entry.role != "root" or event.signature in CRASHES or event is crash or entry.depth > 6:
+            continue
+        if max(entry.weights.values(), default=0.0) >= STRONG and not event.signature.startswith("derived."):
+            return True
+    return False
+
+
+def missing_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ranks without a flight record: one that raised an exception first leaves none and that is all; another was stuck or gone."""
+    listed = of(events, "evidence.dumps_listed")
+    if not listed:
+        return []
+    found = []
+    raised = {e.rank: e for e in of(events, *RAISED)}
+    waited = {e.rank for e in events if e.signature in WAITS}
+    for rank in dict.fromkeys(r for e in listed for r in e.attrs.get("missing", ())):
+        attrs = {"about_rank": rank}
+        if rank in raised:
+            found.append(concluded("derived.dump_missing_raised", catalog, raised[rank], attrs, about=rank))
+        elif rank not in waited:
+            found.append(concluded("derived.dump_missing", catalog, listed[0], attrs, about=rank))
+        if len(found) >= 64:
+            break
+    return found
+
+
+def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A CUDA error that comes again after a restart inside the process: its context is lost, and only a new process gets one."""
+    sticky = (
+        "cuda.illegal_address",
+        "cuda.launch_failure",
+        "cuda.bad_kernel",
+        "cuda.ecc",
+        "cuda.device_assert",
+        "cuda.contained",
+    )
+    restarts = [e for e in of(events, "job.started") if "process" in e.evidence.text.lower()]
+    for restart in sorted(restarts, key=canonical):
+        for signature in sticky:
+            seen = sorted(of(events, signature), key=canonical)
+            earlier = [e for e in seen if within_s(e, restart, 3600.0)]
+            later = [e for e in seen if within_s(restart, e, 600.0) and e not in earlier[:1]]
+            if earlier and later and earlier[0] is not later[-1]:
+                return [concluded("derived.context_not_recovered", catalog, later[-1], {"error": signature})]
+    return []
