@@ -84,12 +84,12 @@ def _events(device: Device, document: Document, catalog: Catalog) -> Iterator[Ev
             yield make(catalog, signature, document, line, gpu=gpu, nic=nic, attrs={"bdf": device.bdf, "device": head})
         if match := _CAP.search(line.text):
             capable = match
-        if (match := _STA.search(line.text)) and (signature := _link(match, capable, device)):
+        if (match := _STA.search(line.text)) and (slow := _link(match, capable, device)):
             attrs = {
                 "bdf": device.bdf, "device": head, "speed_gts": float(match["speed"].rstrip(".")), "width": int(match["width"][:4]),
                 "loaded": None,
             }  # fmt: skip
-            yield make(catalog, signature, document, line, gpu=gpu, nic=nic, attrs=attrs)
+            yield make(catalog, slow, document, line, gpu=gpu, nic=nic, attrs=attrs)
         if (match := _ACS.search(line.text)) and _acs_redirects(match["flags"]):
             yield make(catalog, "pcie.acs_on", document, line, attrs={"bdf": device.bdf, "device": head})
         if (match := _FATAL.search(line.text)) and any(flag in match["flags"] for flag in _SERIOUS):

@@ -19,7 +19,8 @@ WORDS = ("Link ", "GPU0", "nvlink", "topo -m")
 _GPU = re.compile(r"\s*GPU (?P<index>\d{1,3}):\s*(?:.*?\(UUID:\s*(?P<uuid>GPU-[0-9a-fA-F-]+)\))?")
 _LINK = re.compile(r"\s*Link (?P<link>\d{1,2}):\s*(?P<rest>.+?)\s*\Z")
 _ERROR = re.compile(
-    r"(?P<what>Replay|Recovery|CRC(?: FLIT| Data| Lane \d)?|Link recovery (?:successful|failed)|Symbol|Effective)\s*(?:Errors?|events)?:\s*(?P<value>\S+)",
+    r"(?P<what>Replay|Recovery|CRC(?: FLIT| Data| Lane \d)?|Link recovery (?:successful|failed)|Symbol|Effective)"
+    r"\s*(?:Errors?|events)?:\s*(?P<value>\S+)",
     re.IGNORECASE,
 )
 _ERRORS = {

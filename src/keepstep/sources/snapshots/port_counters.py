@@ -62,8 +62,8 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
 
 
 def _file(match: re.Match[str], document: Document, catalog: Catalog) -> list[Event] | None:
-    """One file of /sys/class/infiniband: a counter that is not zero, or a level. A counter of zero gives nothing; beside a tree that
-    has the port, its absence says zero."""
+    """One file of /sys/class/infiniband: a counter that is not zero, or a level. A counter of zero gives nothing; beside a tree
+    that has the port, its absence says zero."""
     line = document.lines[0] if document.lines else None
     if line is None:
         return None

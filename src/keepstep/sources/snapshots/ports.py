@@ -16,8 +16,8 @@ from keepstep.sources.snapshots.making import EVENTS_LIMIT, lines_of, make, ment
 from keepstep.sources.snapshots.totals import Total, total_events
 
 WORDS = (
-    "CA '", "Infiniband device", "hca_id", "rdma link", "ibdev2netdev", "==>", "link_layer", "Link layer", "Physical state", "link ",
-    "mtu ", "mlx5_", "PORT_", "physical_state", "ibstat",
+    "CA '", "Infiniband device", "hca_id", "rdma link", "ibdev2netdev", "==>", "link_layer", "Link layer", "Physical state",
+    "link ", "mtu ", "mlx5_", "PORT_", "physical_state", "ibstat",
 )  # fmt: skip
 
 DEVICE = (
@@ -27,7 +27,8 @@ _DEVICE_LINE = re.compile(
     r"\s*(?:CA '(?P<ca>[\w.-]+)'|Infiniband device '(?P<sys>[\w.-]+)' port (?P<sysport>\d+) status:?|hca_id:\s*(?P<hca>[\w.-]+))"
 )
 _RDMA = re.compile(
-    r"\s*(?:\d+/\d+:\s*)?link (?P<nic>[\w.-]+)/(?P<port>\d+).*?\bstate (?P<state>\w+)(?:\s+physical_state (?P<physical>\w+))?(?P<rest>.*)"
+    r"\s*(?:\d+/\d+:\s*)?link (?P<nic>[\w.-]+)/(?P<port>\d+).*?\bstate (?P<state>\w+)"
+    r"(?:\s+physical_state (?P<physical>\w+))?"
 )
 _DEV2NET = re.compile(r"\s*(?P<nic>[\w.-]+) port (?P<port>\d+) ==> (?P<net>[\w.-]+) \((?P<state>\w+)\)")
 _IP = re.compile(

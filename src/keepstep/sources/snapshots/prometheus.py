@@ -6,6 +6,7 @@ A gauge holds a level, not an event. Two scrapes of one series are two samples. 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -117,7 +118,7 @@ def _totals(series: list[Series]) -> Iterator[Total]:
             value = float(one.value)
         except ValueError:
             continue
-        if value != value:
+        if math.isnan(value):
             continue
         device = one.labels.get("device", "")
         port = one.labels.get("port", "")

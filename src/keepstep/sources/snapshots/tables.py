@@ -23,7 +23,26 @@ SERIES_LIMIT = 64
 ENTITIES_LIMIT = 20_000
 POINTS_LIMIT = 200
 """Points of one entity in one series; the newest are kept."""
-WORDS = ("rank", "Rank", "gpu", "GPU", "node", "Node", "host", "slowest", "link", "worker", "nic")
+WORDS = (
+    "rank",
+    "Rank",
+    "gpu",
+    "GPU",
+    "node",
+    "Node",
+    "host",
+    "Host",
+    "slowest",
+    "link",
+    "worker",
+    "nic",
+    "pair",
+    "hca",
+    "device",
+    "idx",
+    "server",
+    "machine",
+)
 
 _MEGATRON = re.compile(
     r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})"
