@@ -87,20 +87,21 @@ def _slow_clocks(group: Sequence[Event], catalog: Catalog) -> list[Event]:
         sample = clocks[slow.name][1]
         attrs = {"mhz": slow.value, "peers_mhz": slow.peers}
         asked = _levels(sample).get("reason_app_clocks") is True
-        found.append(derive(catalog, "derived.gpu.clock_locked" if asked else "derived.gpu.clock_low", sample, attrs=attrs))
+        found.append(
+            derive(catalog, "derived.gpu.clock_locked" if asked else "derived.gpu.clock_low", sample, attrs=attrs)
+        )
     return found
 
 
-def _odd(
-    group: Sequence[Event], catalog: Catalog, name: str, worse: Any, ratio: float, signature: str
-) -> list[Event]:
+def _odd(group: Sequence[Event], catalog: Catalog, name: str, worse: Any, ratio: float, signature: str) -> list[Event]:
     """GPUs whose level differs from that of all their peers."""
     values = _busiest(group, name, loaded_only=name.startswith("pcie"))
     if name.startswith("pcie") and any(s.attrs.get("loaded") is not True for _, s in values.values()):
         return []
     odd = outliers({who: v for who, (v, _) in values.items()}, worse, ratio)
     return [
-        derive(catalog, signature, values[o.name][1], attrs={"level": name, "value": o.value, "peers": o.peers}) for o in odd
+        derive(catalog, signature, values[o.name][1], attrs={"level": name, "value": o.value, "peers": o.peers})
+        for o in odd
     ]
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from keepstep.attribution.rules.late import who_is_late
 from keepstep.attribution.rules.leftovers import leftovers
-from keepstep.attribution.rules.lives import no_restart_lost, same_again, seat_taken, standby_left, teardown_after_success
+from keepstep.attribution.rules.lives import (
+    no_restart_lost,
+    same_again,
+    seat_taken,
+    standby_left,
+    teardown_after_success,
+)
 from keepstep.attribution.rules.mismatch import mismatches
 from keepstep.attribution.rules.pairs import node_pairs, transport_changes
 from keepstep.attribution.rules.watching import context_not_recovered, missing_dumps, probe_crashed_it

@@ -131,7 +131,9 @@ def steps_before(events: Iterable[Event], event: Event) -> int:
     return best
 
 
-def concluded(signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None) -> Event:
+def concluded(
+    signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None
+) -> Event:
     """The event of a conclusion: at the time and place of what it rests on. `about`: the rank that it is about, not who told."""
     entry = catalog[signature]
     return Event(

@@ -175,9 +175,7 @@ def _during(event: Event, begin_ns: int | None, last: Event) -> bool:
     return compare(last, event) == "before"
 
 
-def _anonymous(
-    events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog
-) -> list[Event]:
+def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog) -> list[Event]:
     """Work that began before the wait and ended after it, in a log without ranks: somebody did it alone."""
     if any(_failed(e, catalog) for e in events if e.rank is not None and any(e.rank == one.rank for one in late)):
         return []

@@ -19,7 +19,15 @@ NOT_FREE_SHARE = 0.7
 ALIKE = 0.02
 """Free memory that differs by less than this share from one life to the next was not given back."""
 
-_UNITS = {"KiB": 1 / (1 << 20), "MiB": 1 / 1024, "GiB": 1.0, "TiB": 1024.0, "KB": 1 / (1 << 20), "MB": 1 / 1024, "GB": 1.0}
+_UNITS = {
+    "KiB": 1 / (1 << 20),
+    "MiB": 1 / 1024,
+    "GiB": 1.0,
+    "TiB": 1024.0,
+    "KB": 1 / (1 << 20),
+    "MB": 1 / 1024,
+    "GB": 1.0,
+}
 _HOLDER = re.compile(r"Process (?P<pid>\d{1,9}) has (?P<size>[\d.]{1,12}) (?P<unit>[KMGT]i?B) memory in use")
 _OWN = re.compile(r"this process has (?P<size>[\d.]{1,12}) (?P<unit>[KMGT]i?B) memory in use")
 _SIZE = re.compile(r"(?P<size>[\d.]{1,12}) ?(?P<unit>[KMGT]i?B)")
@@ -48,7 +56,9 @@ def holders(text: str) -> list[Holder]:
 def leftovers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A conclusion where an out-of-memory error, or memory at start, is somebody else's doing."""
     found = []
-    own_pids = {number(e.attrs.get("pid")) for e in of(events, "elastic.rank_failed", "exit.failed", "elastic.closing_workers")}
+    own_pids = {
+        number(e.attrs.get("pid")) for e in of(events, "elastic.rank_failed", "exit.failed", "elastic.closing_workers")
+    }
     orphans = {number(e.attrs.get("pid")) for e in events if e.signature.startswith(("proc.orphan", "process.orphan"))}
     for event in of(events, "torch.cuda_oom", "python.exception"):
         holder = _foreign(event, own_pids, orphans)

@@ -55,7 +55,9 @@ def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Ev
     late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]
     if not late or any(_really_failed(e, catalog) for e in events):
         return []
-    return [concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})]
+    return [
+        concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
+    ]
 
 
 def _really_failed(event: Event, catalog: Catalog) -> bool:
@@ -145,7 +147,11 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
         if inside and known:
             last_steps.append(max(known))
     if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
-        return [concluded("derived.stalls_at_one_step", catalog, stalls[0], {"step": last_steps[0], "lives": len(last_steps)})]
+        return [
+            concluded(
+                "derived.stalls_at_one_step", catalog, stalls[0], {"step": last_steps[0], "lives": len(last_steps)}
+            )
+        ]
     return []
 
 

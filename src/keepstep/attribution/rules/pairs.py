@@ -28,7 +28,9 @@ START_S = 300
 LEAST_NODES_FOR_COMMON = 3
 
 _ADDRESS = re.compile(r"^\[?(?P<host>[0-9a-fA-F.:]+|[\w.-]+?)(?:%\w+)?\]?(?:<(?P<port>\d+)>)?$")
-_OWN_ADDRESS = re.compile(r"OOB [\w.-]+:(?P<address>[0-9a-fA-F.:]+?)(?:%\w+)?<\d+>|NET/Socket : Using \[\d+\][\w.-]+:(?P<socket>[0-9.]+)<")
+_OWN_ADDRESS = re.compile(
+    r"OOB [\w.-]+:(?P<address>[0-9a-fA-F.:]+?)(?:%\w+)?<\d+>|NET/Socket : Using \[\d+\][\w.-]+:(?P<socket>[0-9.]+)<"
+)
 
 
 class Pair(NamedTuple):
@@ -145,6 +147,11 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
     if not odd or 2 * len(odd) >= len(latest):
         return []
     return [
-        concluded("derived.transport_odd", catalog, event, {"usual": f"{usual_net}, {usual_nics} NICs", "now": f"{net}, {nics} NICs"})
+        concluded(
+            "derived.transport_odd",
+            catalog,
+            event,
+            {"usual": f"{usual_net}, {usual_nics} NICs", "now": f"{net}, {nics} NICs"},
+        )
         for _, (event, net, nics) in sorted(odd.items())
     ]

@@ -64,7 +64,9 @@ def stragglers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return found
 
 
-_PLACED = frozenset({"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"})
+_PLACED = frozenset(
+    {"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"}
+)
 
 
 def _one_each(found: Sequence[Event]) -> list[Event]:
@@ -96,7 +98,12 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     for one in bad[:8]:
         points = len(measured[one.name])
         signature = _signature(kind, constant == one.name or points >= LEAST_POINTS, str(event.attrs.get("by")))
-        attrs = {"metric": event.attrs.get("metric"), "value": one.value, "peers": one.peers, "ratio": round(one.ratio, 3)}
+        attrs = {
+            "metric": event.attrs.get("metric"),
+            "value": one.value,
+            "peers": one.peers,
+            "ratio": round(one.ratio, 3),
+        }
         found.append(_placed(catalog, signature, event, one.name, attrs))
     return found
 
@@ -139,7 +146,13 @@ def _placed(catalog: Catalog, signature: str, event: Event, name: str, attrs: Ma
         rank = int(name)
     elif by == "gpu":
         index = name.rpartition("/")[2]
-        gpu = Gpu(index=int(index)) if index.isdigit() and len(index) < 5 else Gpu(uuid=index) if index.startswith("GPU-") else None
+        gpu = (
+            Gpu(index=int(index))
+            if index.isdigit() and len(index) < 5
+            else Gpu(uuid=index)
+            if index.startswith("GPU-")
+            else None
+        )
     elif by == "node":
         node = name
     nic = name if by == "nic" else None
@@ -161,7 +174,15 @@ def _drift(event: Event, kind: str, measured: Mapping[str, Sequence[float]], cat
         ratios.append(before / after if _WORSE[kind] == "less" else after / before)
     if min(ratios) < DRIFT_RATIO:
         return []
-    return [derive(catalog, "derived.straggler.all_slow", event, attrs={"ratio": round(statistics.median(ratios), 2)}, placed=False)]
+    return [
+        derive(
+            catalog,
+            "derived.straggler.all_slow",
+            event,
+            attrs={"ratio": round(statistics.median(ratios), 2)},
+            placed=False,
+        )
+    ]
 
 
 def _of_slowest(event: Event, catalog: Catalog) -> list[Event]:

@@ -25,7 +25,13 @@ AFTER_PROBE_S = 600.0
 STRONG = 1.5
 """Weight of a root that makes a probe an innocent bystander."""
 
-RAISED = ("python.user_exception", "python.user_runtime_error", "python.library_exception", "python.import_failed", "python.file_missing")
+RAISED = (
+    "python.user_exception",
+    "python.user_runtime_error",
+    "python.library_exception",
+    "python.import_failed",
+    "python.file_missing",
+)
 
 
 def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -38,14 +44,23 @@ def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         probe = next((p for p in probes if within_s(p, crash, AFTER_PROBE_S)), None)
         if probe is None or _has_own_cause(events, crash, catalog):
             continue
-        return [concluded("derived.probe_crashed_it", catalog, probe, {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]})]
+        return [
+            concluded(
+                "derived.probe_crashed_it",
+                catalog,
+                probe,
+                {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]},
+            )
+        ]
     return []
 
 
 def _aborted(event: Event) -> bool:
     """An end by a signal that native code causes, as any scheduler reports it."""
     text = event.evidence.text
-    return event.kind == "rank.exit" and any(word in text for word in ("Aborted", "core dumped", "Segmentation fault", "SIGABRT", "SIGSEGV"))
+    return event.kind == "rank.exit" and any(
+        word in text for word in ("Aborted", "core dumped", "Segmentation fault", "SIGABRT", "SIGSEGV")
+    )
 
 
 def _has_own_cause(events: Sequence[Event], crash: Event, catalog: Catalog) -> bool:
@@ -79,7 +94,14 @@ def missing_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A CUDA error that comes again after a restart inside the process: its context is lost, and only a new process gets one."""
-    sticky = ("cuda.illegal_address", "cuda.launch_failure", "cuda.bad_kernel", "cuda.ecc", "cuda.device_assert", "cuda.contained")
+    sticky = (
+        "cuda.illegal_address",
+        "cuda.launch_failure",
+        "cuda.bad_kernel",
+        "cuda.ecc",
+        "cuda.device_assert",
+        "cuda.contained",
+    )
     restarts = [e for e in of(events, "job.started") if "process" in e.evidence.text.lower()]
     for restart in sorted(restarts, key=canonical):
         for signature in sticky:

@@ -109,7 +109,9 @@ def _recovered(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
         elif len(set(words)) > 1 and words[-1] in _WANTS:
             # Only the newest word counts: the earlier ones are taken back.
             outdated = [f"xid.154.{w}" for w in set(words[:-1]) - {words[-1]} if w in _WANTS]
-            recovered += [derive(catalog, "derived.xid.superseded", own[-1].event, explains=outdated)] if outdated else []
+            recovered += (
+                [derive(catalog, "derived.xid.superseded", own[-1].event, explains=outdated)] if outdated else []
+            )
     return recovered
 
 
@@ -137,7 +139,9 @@ def _link_victim(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     if len(gpus) != 1 or not others:
         return []
     victim = hit[0]
-    effects = sorted({x.event.signature for x in found if x.gpu in others} - {x.event.signature for x in fatal if x.gpu in gpus})
+    effects = sorted(
+        {x.event.signature for x in found if x.gpu in others} - {x.event.signature for x in fatal if x.gpu in gpus}
+    )
     reboot = wanted.get(victim.gpu) == "reboot"
     signature = "derived.xid.link_victim_reboot" if reboot else "derived.xid.link_victim"
     return [derive(catalog, signature, victim.event, explains=[*effects, "xid.45"], attrs={"peers": len(others)})]
@@ -206,7 +210,11 @@ def known_gsp_bug(version: str) -> bool:
 def degrading(events: Sequence[Event], past: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Memory of a GPU that failed again after it was repaired, or again and again: setting rows aside does not keep up."""
     now = by_gpu(x for x in read(events) if x.code in UNCORRECTED and x.code != 94)
-    before = by_gpu(x for x in read(past) if x.code in UNCORRECTED | {63} and x.event.stale in ("previous_boot", "before_repair", "cleared"))
+    before = by_gpu(
+        x
+        for x in read(past)
+        if x.code in UNCORRECTED | {63} and x.event.stale in ("previous_boot", "before_repair", "cleared")
+    )
     found = []
     for gpu, own in now.items():
         earlier = before.get(gpu, [])
