@@ -46,6 +46,45 @@ def step_of(event: Event) -> int | None:
     return int(text) if text.isdigit() and len(text) < 16 else None
 
 
+def value_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A value, other than a loss, that is not the same after a resume as before; or a state dict that is not the one loaded."""
+    for event in _of(events, "ckpt.value_compare"):
+        before, after = _number(event.attrs.get("before")), _number(event.attrs.get("after"))
+        named = re.search(
+            r"(?i)\b(?:loss|ppl|perplexity|accuracy|time|took|elapsed|seconds|mem\w*|rss)\b", event.evidence.text
+        )
+        if before is not None and after is not None and before != after and named is None:
+            return [derive(catalog, "derived.ckpt.value_differs", event)]
+    loaded, now = _of(events, "ckpt.state_dict_loaded"), _of(events, "ckpt.state_dict_now")
+    for one, other in zip(loaded, now, strict=False):
+        same = "".join(str(one.attrs.get("state")).split()) == "".join(str(other.attrs.get("state")).split())
+        if not same and compare(one, other) in ("before", None):
+            return [derive(catalog, "derived.ckpt.value_differs", other)]
+    return []
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value).rstrip("."))
+    except ValueError:
+        return None
+
+
+def epochs_shrank(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Epochs that are much shorter after a resume than before: the rest of one is taken for all."""
+    lengths = []
+    for event in _of(events, "ckpt.epoch_length"):
+        count = str(event.attrs.get("count", ""))
+        if count.isdigit() and len(count) < 16:
+            lengths.append((int(count), event))
+    if len(lengths) < 3 or not any(e.signature == "ckpt.resumed" for e in events):
+        return []
+    (first, _), *rest = lengths
+    short = [e for n, e in rest if 2 * n < first]
+    # The epoch that was interrupted is short by right; the one after it is not.
+    return [derive(catalog, "derived.ckpt.epochs_shrank", short[-1])] if len(short) > 1 else []
+
+
 def mixed_steps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Parts of one checkpoint that are of different steps."""
     for event in _of(events, "ckpt.component_steps"):
@@ -266,6 +305,8 @@ CHECKPOINT_RULES = (
     torn_by_kill,
     reported_good,
     announced_only,
+    value_differs,
+    epochs_shrank,
     mixed_steps,
     memory_grows,
     fresh_over_existing,

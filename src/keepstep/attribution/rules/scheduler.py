@@ -31,6 +31,8 @@ NO_NOISE = ("checkpoint.", "resume.", "gpu.", "sched.", "host.", "rank.config")
 """Kinds of events that no process prints because it is killed."""
 LEAST_PODS = 3
 """Pods that are taken away together from which on it is one decision about something that they share."""
+LEAST_NODE_FAILS = 3
+"""Failures of one node under different jobs from which on it is the node, not chance."""
 LEAST_REFUSED = 3
 """The same of refusals that usually pass."""
 LEAST_LAUNCHES = 2
@@ -142,6 +144,46 @@ def cancelled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [
         derive(catalog, "derived.sched.cancelled", timed, explains=noise, attrs={"uid": timed.attrs.get("uid", "")})
     ]
+
+
+def done_since(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A job that was ended and has since run again to its end, or runs: nothing is to be done any more."""
+    last: dict[str, Event] = {}
+    ended: set[str] = set()
+    for event in events:
+        if event.job is None or not event.signature.startswith("slurm.job_"):
+            continue
+        if event.kind in ENDS:
+            ended.add(event.job)
+        before = last.get(event.job)
+        if before is None or compare(before, event) in ("before", "together"):
+            last[event.job] = event
+    for job in sorted(ended):
+        event = last[job]
+        if event.signature in ("slurm.job_completed", "slurm.job_running"):
+            return [derive(catalog, "derived.sched.done_since", event, placed=False, attrs={"job": job})]
+    return []
+
+
+def lemon(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A node that fails under job after job while others do not."""
+    jobs: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind == "sched.node_fail" and event.node is not None and event.signature == "slurm.job_node_fail":
+            jobs[event.node].append(event)
+    for node, failed in jobs.items():
+        if len({(e.job, e.time_ns, e.evidence.line) for e in failed}) >= LEAST_NODE_FAILS and len(jobs) == 1:
+            return [derive(catalog, "derived.sched.lemon", failed[0], node=node, attrs={"times": len(failed)})]
+    return []
+
+
+def mounted_read_only(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A file system that is read-only because the job mounts it so."""
+    errors = [e for e in events if e.signature == "fs.read_only"]
+    settings = [e for e in events if e.signature == "k8s.volume_read_only"]
+    if not errors or not settings or any(e.signature in ("fs.readonly", "fs.error", "block.io_error") for e in events):
+        return []
+    return [derive(catalog, "derived.sched.mounted_read_only", errors[0], explains=["fs.read_only"], placed=False)]
 
 
 def blip(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -300,12 +342,15 @@ SCHEDULER_RULES = (
     hung_until_limit,
     ended_by_scheduler,
     cancelled,
+    done_since,
     blip,
     mass_eviction,
     memory_of_node,
     not_memory,
     memory_counted,
     black_hole,
+    lemon,
+    mounted_read_only,
     drain_waits,
 )
 """In the order they run."""
