@@ -1,4 +1,4 @@
-"""What the rules on a job's own log have in common: who waits, what ranks are busy with, when the job lived, and how a conclusion is made."""
+"""What the rules on a job's own log have in common: who waits, who wrote what, and how a conclusion is made."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ def steps_before(events: Iterable[Event], event: Event) -> int:
     return best
 
 
-def concluded(signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None) -> Event:
+def concluded(
+    signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None
+) -> Event:
     """The event of a conclusion: at the time and place of what it rests on. `about`: the rank that it is about, not who told."""
     entry = catalog[signature]
     return Event(

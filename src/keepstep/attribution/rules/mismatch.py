@@ -10,7 +10,16 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 ALIKE = frozenset(
-    {"ALLREDUCE", "BROADCAST", "REDUCE", "ALLGATHER", "_ALLGATHER_BASE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE", "BARRIER"}
+    {
+        "ALLREDUCE",
+        "BROADCAST",
+        "REDUCE",
+        "ALLGATHER",
+        "_ALLGATHER_BASE",
+        "REDUCE_SCATTER",
+        "_REDUCE_SCATTER_BASE",
+        "BARRIER",
+    }
 )
 """Collectives whose sizes are the same on all ranks of a group. Not all-to-all, gather and scatter, and nothing coalesced."""
 

@@ -1,11 +1,13 @@
-"""What watching a job does to it, and what its absence means: probes that crash it, monitors that are off, dumps that are missing."""
+"""What watching a job does to it, and what its absence means: probes that crash it, dumps that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical
-from keepstep.attribution.rules.jobfacts import WAITS, concluded, of, within_s
+from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
+from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -25,7 +27,13 @@ AFTER_PROBE_S = 600.0
 STRONG = 1.5
 """Weight of a root that makes a probe an innocent bystander."""
 
-RAISED = ("python.user_exception", "python.user_runtime_error", "python.library_exception", "python.import_failed", "python.file_missing")
+RAISED = (
+    "python.user_exception",
+    "python.user_runtime_error",
+    "python.library_exception",
+    "python.import_failed",
+    "python.file_missing",
+)
 
 
 def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -38,14 +46,23 @@ def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         probe = next((p for p in probes if within_s(p, crash, AFTER_PROBE_S)), None)
         if probe is None or _has_own_cause(events, crash, catalog):
             continue
-        return [concluded("derived.probe_crashed_it", catalog, probe, {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]})]
+        return [
+            concluded(
+                "derived.probe_crashed_it",
+                catalog,
+                probe,
+                {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]},
+            )
+        ]
     return []
 
 
 def _aborted(event: Event) -> bool:
     """An end by a signal that native code causes, as any scheduler reports it."""
     text = event.evidence.text
-    return event.kind == "rank.exit" and any(word in text for word in ("Aborted", "core dumped", "Segmentation fault", "SIGABRT", "SIGSEGV"))
+    return event.kind == "rank.exit" and any(
+        word in text for word in ("Aborted", "core dumped", "Segmentation fault", "SIGABRT", "SIGSEGV")
+    )
 
 
 def _has_own_cause(events: Sequence[Event], crash: Event, catalog: Catalog) -> bool:
@@ -79,13 +96,18 @@ def missing_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A CUDA error that comes again after a restart inside the process: its context is lost, and only a new process gets one."""
-    sticky = ("cuda.illegal_address", "cuda.launch_failure", "cuda.bad_kernel", "cuda.ecc", "cuda.device_assert", "cuda.contained")
-    restarts = [e for e in of(events, "job.started") if "process" in e.evidence.text.lower()]
-    for restart in sorted(restarts, key=canonical):
+    sticky = (
+        "cuda.illegal_address",
+        "cuda.launch_failure",
+        "cuda.bad_kernel",
+        "cuda.ecc",
+        "cuda.device_assert",
+        "cuda.contained",
+    )
+    restarts = sorted((e for e in of(events, "job.started") if is_in_process(e)), key=canonical)
+    for restart in restarts:
         for signature in sticky:
             seen = sorted(of(events, signature), key=canonical)
-            earlier = [e for e in seen if within_s(e, restart, 3600.0)]
-            later = [e for e in seen if within_s(restart, e, 600.0) and e not in earlier[:1]]
-            if earlier and later and earlier[0] is not later[-1]:
-                return [concluded("derived.context_not_recovered", catalog, later[-1], {"error": signature})]
+            if seen and before(seen[0], restart) and any(before(restart, end_of(e)) for e in seen):
+                return [concluded("derived.context_not_recovered", catalog, seen[0], {"error": signature})]
     return []
