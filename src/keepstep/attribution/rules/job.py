@@ -15,7 +15,13 @@ from keepstep.attribution.rules.lives import (
 )
 from keepstep.attribution.rules.mismatch import mismatches
 from keepstep.attribution.rules.pairs import node_pairs, transport_changes, workarounds
-from keepstep.attribution.rules.watching import context_not_recovered, missing_dumps, probe_crashed_it
+from keepstep.attribution.rules.watching import (
+    context_not_recovered,
+    false_alarm,
+    missing_dumps,
+    monitor_off,
+    probe_crashed_it,
+)
 
 JOB_RULES = (
     mismatches,
@@ -36,5 +42,7 @@ JOB_RULES = (
     missing_dumps,
     context_not_recovered,
     probe_crashed_it,
+    monitor_off,
+    false_alarm,
 )
 """Each: `(events, catalog) -> list[Event]`."""

@@ -27,6 +27,9 @@ TEARDOWN = (
 )
 """What a process may still say when the job has ended well."""
 
+UNEVEN = ("torch.watchdog_timeout", "torch.blocking_wait_timeout", "gloo.timeout")
+"""Ranks that still waited when one said that it had ended: it ended too early."""
+
 RESTARTS = ("job.started", "elastic.restarting")
 FAILING_ROLES = ("root", "cascade")
 
@@ -53,8 +56,9 @@ LEAST_STALLS = 3
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    done = [e for e in of(events, "elastic.succeeded") if not any(before(e, r) for r in of(events, *RESTARTS))]
-    if not done:
+    ends = of(events, "elastic.succeeded", "job.train_ended")
+    done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
+    if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
     success = min(done, key=canonical)
     late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]

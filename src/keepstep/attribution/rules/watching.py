@@ -111,3 +111,37 @@ def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Eve
             if seen and before(seen[0], restart) and any(before(restart, end_of(e)) for e in seen):
                 return [concluded("derived.context_not_recovered", catalog, seen[0], {"error": signature})]
     return []
+
+
+MONITORS_OFF = (
+    "torch.flight_recorder_off",
+    "nvrx.health_check_off",
+    "nvrx.log_funnel_off",
+    "nvrx.attribution_off",
+    "nvrx.straggler_off",
+    "nvrx.straggler_scores_nan",
+)
+FAILING_ROLES = ("root", "cascade", "symptom")
+
+
+def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A job that works, with a monitor that does not: the monitor's fault, and no news of health either."""
+    off = sorted(of(events, *MONITORS_OFF), key=canonical)
+    working = of(events, "job.progress", "elastic.succeeded", "job.train_ended")
+    if not off or not working:
+        return []
+    failing = [e for e in events if catalog[e.signature].role in FAILING_ROLES and e.signature not in MONITORS_OFF]
+    if any(catalog[e.signature].severity in ("error", "fatal") for e in failing):
+        return []
+    return [concluded("derived.monitor_off", catalog, off[0], {"monitor": off[0].evidence.text[:160]})]
+
+
+def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A hang that was declared, and steps of the same life after it."""
+    restarts = of(events, "job.started", "elastic.restarting")
+    for alarm in sorted(of(events, "monitor.hang_declared"), key=canonical):
+        for step in of(events, "job.progress"):
+            last = end_of(step)
+            if before(alarm, last) and not any(before(alarm, r) and before(r, last) for r in restarts):
+                return [concluded("derived.false_alarm", catalog, alarm, {"monitor": alarm.evidence.text[:160]})]
+    return []
