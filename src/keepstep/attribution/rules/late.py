@@ -218,6 +218,8 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")
         attrs = {"about_rank": rank, "waiting": "the", "doing": str(event.attrs.get("frame", ""))}
         return [concluded(signature, catalog, event, attrs, about=rank)]
+    for event in of(events, "stack.cuda_runtime"):
+        return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
     return []
 
 
