@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from keepstep.attribution.learn import LARGEST, LEAST_OUTCOMES, Outcome, as_toml, outcome_of, relearned
-from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.priors import shipped_priors
 from keepstep.records.event import Event
 from keepstep.records.verdict import FaultClass
-from tests.attribution.making import CATALOG, GPU, event
+from tests.attribution.making import CATALOG, GPU, attribute, event
 
 PRIORS = shipped_priors()
 
