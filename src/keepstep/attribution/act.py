@@ -49,7 +49,8 @@ HARD_RULES: tuple[HardRule, ...] = (
     HardRule("desync", _id_has("desync"), NODE_ACTIONS, "ranks took different ways through the program"),
     HardRule(
         "mismatch",
-        _id_has("mismatch"),
+        # Drivers and libraries of different versions are a machine's matter, or an image's.
+        lambda one: "mismatch" in one.entry.id and "version" not in one.entry.id,
         NODE_ACTIONS,
         "ranks called different collectives, or with different shapes: a program's doing",
     ),

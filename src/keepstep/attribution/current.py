@@ -9,7 +9,7 @@ import msgspec
 
 from keepstep.attribution.order import compare, gap_s, same_text
 from keepstep.attribution.places import Places, same
-from keepstep.catalog.load import Catalog
+from keepstep.catalog.load import Catalog, named
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event, TimeQuality
 
@@ -47,11 +47,6 @@ def begin_after(earlier: Event, later: Event) -> bool:
     return compare(end_of(earlier), end_of(later)) == "before"
 
 
-def names(patterns: Sequence[str], signature_id: str) -> bool:
-    """Whether a list of ids names this one; "xid.*" names all that begin so."""
-    return any(p == signature_id or (p.endswith(".*") and signature_id.startswith(p[:-1])) for p in patterns)
-
-
 def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[Event]:
     """The events, those marked stale that a later one of the same thing takes back.
 
@@ -69,7 +64,7 @@ def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[E
 
 
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event or not names(entry.clears, event.signature):
+    if taker is event or not any(named(p, event.signature) for p in entry.clears):
         return False
     scope = catalog[event.signature].scope
     alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)

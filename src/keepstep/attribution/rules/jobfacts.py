@@ -1,4 +1,4 @@
-"""What the rules on a job's own log have in common: who waits, what ranks are busy with, when the job lived, and how a conclusion is made."""
+"""What the rules on a job's own log have in common: who waits, who wrote what, and how a conclusion is made."""
 
 from __future__ import annotations
 
