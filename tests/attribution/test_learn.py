@@ -24,7 +24,7 @@ def outcomes(name: str, **counts: int) -> list[Outcome]:
 
 def weights(name: str, found: list[Outcome], **more: float) -> dict[FaultClass, float]:
     by_id = {o.id: o.weights for o in relearned(found, CATALOG, PRIORS, **more)}  # type: ignore[arg-type]
-    return by_id.get(name, dict(CATALOG[name].weights))
+    return by_id.get(name) or dict(CATALOG[name].weights)
 
 
 def test_a_sign_that_meant_something_else_here_says_so() -> None:
