@@ -164,7 +164,7 @@ class TestRunFolder:
 
     def test_a_rank_is_a_node_and_a_gpu_there(self, tmp_path: Path) -> None:
         self.make(tmp_path)
-        (event,) = [e for e in read(tmp_path).events if e.rank == 3]
+        (event, *_) = [e for e in read(tmp_path).events if e.rank == 3]
         assert (event.node, event.cycle, event.job) == ("n1", 1, "job-1")
         assert event.gpu == Gpu(uuid="GPU-3", pci="0000:03:00.0", index=1)
 

@@ -18,7 +18,7 @@ from keepstep.sources import runfolder, staleness
 from keepstep.sources.decoding import is_flight_recorder, open_stream, to_text, what_binary, wide_encoding
 from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
-from keepstep.sources.folders import Found, Skipped, find, is_run_folder
+from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
 from keepstep.sources.names import of_path
 from keepstep.sources.parsers import PARSERS
@@ -105,7 +105,8 @@ def read_paths(paths: Sequence[str], catalog: Catalog, *, matcher: Matcher | Non
         if name == STDIN:
             _read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")), None, "")
             continue
-        run = runfolder.read_run_folder(Path(name)) if is_run_folder(Path(name)) else None
+        top = runfolder.folder_of(Path(name))
+        run = runfolder.read_run_folder(top) if top is not None else None
         for one in find(name):
             if isinstance(one, Skipped):
                 whole.skipped.append(one)
@@ -141,12 +142,12 @@ def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
     try:
         with found.path.open("rb") as file:
             latest_ns = found.path.stat().st_mtime_ns
-            outer = of_path(found.below)
-            boot_at = None
+            outer, boot_at, below = of_path(found.below), None, found.below
             if run is not None:
-                outer = runfolder.hints_of(found.below, outer)
-                boot_at = runfolder.boot_at_ns(run, found.path, found.below)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, found.below)
+                below = str(found.path.resolve().relative_to(run.top))
+                outer = runfolder.hints_of(below, outer)
+                boot_at = runfolder.boot_at_ns(run, found.path, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
     except OSError as error:
         whole.unreadable.append(f"{found.path}: {error.strerror or error}")
 
@@ -193,21 +194,24 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        blocks = _completed(block_events(document, whole.catalog), document)
-        events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
+        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 
 
 def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
-    """What the parsers make of a document. All are asked: a paste without marks between its parts holds several outputs."""
+    """What the parsers make of a document, and of blocks of lines in it.
+
+    All are asked: a paste without marks between its parts holds several outputs.
+    """
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
         if events is not None:
             read_as.append(name)
             found += events
+    found += block_events(document, catalog)
     return ", ".join(read_as) or "log lines", _completed(found, document)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.attribution.rules.xid import degrading, xids
 from keepstep.catalog.load import Catalog
@@ -31,6 +33,8 @@ RULES: tuple[Rule, ...] = (
     links,
     stragglers,
     xids,
+    *CHECKPOINT_RULES,
+    *SCHEDULER_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading,)

@@ -59,7 +59,9 @@ def growths(events: Iterable[Event]) -> list[Growth]:
             continue
         if event.attrs.get("rate"):
             if counter.per:
-                found.append(Growth(counter, key_of(event), float(value), 1.0, counter.exceeded(float(value), 1.0), event))
+                found.append(
+                    Growth(counter, key_of(event), float(value), 1.0, counter.exceeded(float(value), 1.0), event)
+                )
             continue
         by_key[counter.counter, key_of(event)].append(event)
     for (name, key), readings in by_key.items():
@@ -155,7 +157,9 @@ def _ports_down(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     found = []
     for port in down:
         name = re.compile(rf"(?<![\w.]){re.escape(str(port.nic))}(?![\w])")
-        complaint = next((e for e in events if _complains(e, catalog) and (e.nic == port.nic or name.search(e.evidence.text))), None)
+        complaint = next(
+            (e for e in events if _complains(e, catalog) and (e.nic == port.nic or name.search(e.evidence.text))), None
+        )
         if complaint is not None and (complaint.node is None or port.node is None or complaint.node == port.node):
             explains = [complaint.signature, port.signature]
             found.append(derive(catalog, "derived.nic.port_down_in_use", port, explains=explains))
@@ -167,7 +171,9 @@ def _complains(event: Event, catalog: Catalog) -> bool:
     entry = catalog[event.signature]
     if event.signature.startswith("nic.port"):
         return False
-    return entry.role in ("root", "cascade", "symptom") and (entry.weights.get("fabric", 0.0) > 0 or entry.kind.startswith("collective."))
+    return entry.role in ("root", "cascade", "symptom") and (
+        entry.weights.get("fabric", 0.0) > 0 or entry.kind.startswith("collective.")
+    )
 
 
 def _rates(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -199,7 +205,11 @@ def _results(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             nodes = tuple(str(n) for n in event.attrs.get("nodes") or ())
             if nodes:
                 runs.append((nodes, float(event.attrs.get("gbs") or 0.0), event))
-        elif event.signature == "straggler.series" and event.attrs.get("kind") == "bandwidth" and event.attrs.get("by") == "pair":
+        elif (
+            event.signature == "straggler.series"
+            and event.attrs.get("kind") == "bandwidth"
+            and event.attrs.get("by") == "pair"
+        ):
             for pair, points in dict(event.attrs.get("values") or {}).items():
                 runs.append((tuple(split_pair(pair)), statistics.fmean(points), event))
     common = common_low(runs)
@@ -239,7 +249,9 @@ def _matrices(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         means = gpu_means(event.attrs.get("rows"))
         for slow in outliers(means, "less", MATRIX_RATIO):
             attrs = {"gbs": slow.value, "peers_gbs": slow.peers, "test": event.attrs.get("metric")}
-            found.append(derive(catalog, "derived.gpu.bandwidth_low", event, gpu=Gpu(index=int(slow.name)), attrs=attrs))
+            found.append(
+                derive(catalog, "derived.gpu.bandwidth_low", event, gpu=Gpu(index=int(slow.name)), attrs=attrs)
+            )
     return found
 
 

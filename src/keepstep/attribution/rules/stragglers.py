@@ -1,7 +1,7 @@
 """Slow ranks: one that is slow itself, one that others wait for, and slowness that moves about or is everywhere.
 
-The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what makes
-it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
+The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what
+makes it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from keepstep.attribution.rules.peers import (
     finite,
     outliers,
     rotates,
-    standings,
     worst_by_point,
 )
 from keepstep.catalog.load import Catalog
@@ -64,7 +63,9 @@ def stragglers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return found
 
 
-_PLACED = frozenset({"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"})
+_PLACED = frozenset(
+    {"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"}
+)
 
 
 def _one_each(found: Sequence[Event]) -> list[Event]:
@@ -96,7 +97,12 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     for one in bad[:8]:
         points = len(measured[one.name])
         signature = _signature(kind, constant == one.name or points >= LEAST_POINTS, str(event.attrs.get("by")))
-        attrs = {"metric": event.attrs.get("metric"), "value": one.value, "peers": one.peers, "ratio": round(one.ratio, 3)}
+        attrs = {
+            "metric": event.attrs.get("metric"),
+            "value": one.value,
+            "peers": one.peers,
+            "ratio": round(one.ratio, 3),
+        }
         found.append(_placed(catalog, signature, event, one.name, attrs))
     return found
 
@@ -105,8 +111,7 @@ def _bad(kind: str, medians: Mapping[str, float]) -> list[Standing]:
     """Those far worse than their peers."""
     if kind == "score":
         # Scores are relative already: 1 is the fastest, or the own past.
-        low = outliers(medians, "less", 1 / 0.9) if len(medians) >= LEAST_PEERS else standings(medians, "less")
-        return [s for s in low if s.value < SCORE_LIMIT]
+        return [s for s in outliers(medians, "less", 1 / 0.9) if s.value < SCORE_LIMIT]
     if kind == "wait":
         bad = outliers(medians, "less", WAIT_RATIO)
         rest = [v for v in medians.values() if math.isfinite(v)]
@@ -139,7 +144,13 @@ def _placed(catalog: Catalog, signature: str, event: Event, name: str, attrs: Ma
         rank = int(name)
     elif by == "gpu":
         index = name.rpartition("/")[2]
-        gpu = Gpu(index=int(index)) if index.isdigit() and len(index) < 5 else Gpu(uuid=index) if index.startswith("GPU-") else None
+        gpu = (
+            Gpu(index=int(index))
+            if index.isdigit() and len(index) < 5
+            else Gpu(uuid=index)
+            if index.startswith("GPU-")
+            else None
+        )
     elif by == "node":
         node = name
     nic = name if by == "nic" else None
@@ -161,7 +172,15 @@ def _drift(event: Event, kind: str, measured: Mapping[str, Sequence[float]], cat
         ratios.append(before / after if _WORSE[kind] == "less" else after / before)
     if min(ratios) < DRIFT_RATIO:
         return []
-    return [derive(catalog, "derived.straggler.all_slow", event, attrs={"ratio": round(statistics.median(ratios), 2)}, placed=False)]
+    return [
+        derive(
+            catalog,
+            "derived.straggler.all_slow",
+            event,
+            attrs={"ratio": round(statistics.median(ratios), 2)},
+            placed=False,
+        )
+    ]
 
 
 def _of_slowest(event: Event, catalog: Catalog) -> list[Event]:

@@ -22,7 +22,8 @@ GSP = frozenset({119, 120})
 OTHER_TIME_S = 600.0
 """Two of one code this far apart are two faults, not one that is printed again."""
 SUSPECT_PROGRAMS = 3
-"""Different processes that one GPU stopped with the same code, from which on it is a suspect. Two may be one job that came again."""
+"""Different processes that one GPU stopped with the same code, from which on it is a suspect. Two may be one job that came
+again."""
 
 GSP_BRANCHES = {515: 9999, 520: 9999, 525: 147, 530: 9999, 535: 129, 545: 9999, 550: 90}
 """Driver branches whose GSP firmware is known to stop answering on healthy GPUs, with the first minor release without the
@@ -66,6 +67,7 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_link_victim(found, catalog),
         *_applications(found, catalog),
         *_gsp(found, events, catalog),
+        *_no_rows(found, events, catalog),
     ]
 
 
@@ -109,7 +111,9 @@ def _recovered(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
         elif len(set(words)) > 1 and words[-1] in _WANTS:
             # Only the newest word counts: the earlier ones are taken back.
             outdated = [f"xid.154.{w}" for w in set(words[:-1]) - {words[-1]} if w in _WANTS]
-            recovered += [derive(catalog, "derived.xid.superseded", own[-1].event, explains=outdated)] if outdated else []
+            recovered += (
+                [derive(catalog, "derived.xid.superseded", own[-1].event, explains=outdated)] if outdated else []
+            )
     return recovered
 
 
@@ -137,7 +141,9 @@ def _link_victim(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     if len(gpus) != 1 or not others:
         return []
     victim = hit[0]
-    effects = sorted({x.event.signature for x in found if x.gpu in others} - {x.event.signature for x in fatal if x.gpu in gpus})
+    effects = sorted(
+        {x.event.signature for x in found if x.gpu in others} - {x.event.signature for x in fatal if x.gpu in gpus}
+    )
     reboot = wanted.get(victim.gpu) == "reboot"
     signature = "derived.xid.link_victim_reboot" if reboot else "derived.xid.link_victim"
     return [derive(catalog, signature, victim.event, explains=[*effects, "xid.45"], attrs={"peers": len(others)})]
@@ -158,7 +164,10 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
         members = next(iter(gpus.values()))
         if not others and suspicious(code, members) and {x.gpu for x in own} == {members[0].gpu}:
             attrs = {"xid": str(code), "programs": len(programs(members))}
-            concluded.append(derive(catalog, "derived.xid.suspect", members[-1].event, attrs=attrs))
+            event = derive(
+                catalog, "derived.xid.suspect", members[0].event, attrs=attrs, explains=[f"xid.{code}", "xid.43"]
+            )
+            concluded.append(event)
     return concluded
 
 
@@ -195,6 +204,16 @@ def _gsp(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> lis
     return [derive(catalog, "derived.xid.gsp_driver", x.event, attrs={"version": known}) for x in own[:1]]
 
 
+def _no_rows(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A memory error whose row could not be set aside: that decides, whatever error came first."""
+    errors = [x for x in found if x.code in UNCORRECTED]
+    failed = [x for x in found if x.code == 64]
+    state = [e for e in events if e.signature == "gpu.remap_failed"]
+    own = [x for x in errors if any(f.gpu == x.gpu for f in failed) or state]
+    explains = ["xid.48", "xid.63", "xid.64", "xid.94", "xid.95", "xid.171", "gpu.remap_pending"]
+    return [derive(catalog, "derived.xid.no_rows", x.event, explains=explains) for x in own[:1]]
+
+
 def known_gsp_bug(version: str) -> bool:
     """Whether a driver version is of a series known for GSP time-outs."""
     parts = version.split(".")
@@ -206,7 +225,11 @@ def known_gsp_bug(version: str) -> bool:
 def degrading(events: Sequence[Event], past: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Memory of a GPU that failed again after it was repaired, or again and again: setting rows aside does not keep up."""
     now = by_gpu(x for x in read(events) if x.code in UNCORRECTED and x.code != 94)
-    before = by_gpu(x for x in read(past) if x.code in UNCORRECTED | {63} and x.event.stale in ("previous_boot", "before_repair", "cleared"))
+    before = by_gpu(
+        x
+        for x in read(past)
+        if x.code in UNCORRECTED | {63} and x.event.stale in ("previous_boot", "before_repair", "cleared")
+    )
     found = []
     for gpu, own in now.items():
         earlier = before.get(gpu, [])
@@ -215,7 +238,7 @@ def degrading(events: Sequence[Event], past: Sequence[Event], catalog: Catalog) 
         if earlier or apart:
             attrs = {"times": len(own) + len(earlier), "after_repair": bool(earlier)}
             explains = ["gpu.remap_pending", "xid.63", "xid.94"]
-            found.append(derive(catalog, "derived.xid.degrading", own[-1].event, attrs=attrs, explains=explains))
+            found.append(derive(catalog, "derived.xid.degrading", own[0].event, attrs=attrs, explains=explains))
     return found
 
 

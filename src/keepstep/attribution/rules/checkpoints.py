@@ -1,0 +1,224 @@
+"""What several facts about checkpoints say together: what is durable, what was lost on resume, who wrote what when.
+
+A step counts as saved when a marker or tracker file on storage says so, not when a save was announced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from keepstep.attribution.order import compare
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.scheduler import ENDS, HUNG
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+UNREADABLE = frozenset({"ckpt.torn_file", "ckpt.no_metadata"})
+KILLS = frozenset(
+    {"exit.sigkill", "exit.sigterm", "signal.stop_received", "exit.stopped_from_outside", "slurm.user_signal"}
+)
+MAX_FACTS = 2000
+"""Facts of one kind that are compared pairwise; more of them say the same."""
+
+
+def step_of(event: Event) -> int | None:
+    """The step that a fact is about."""
+    text = str(event.attrs.get("step", ""))
+    return int(text) if text.isdigit() and len(text) < 16 else None
+
+
+def _of(events: Iterable[Event], *signatures: str) -> list[Event]:
+    return [e for e in events if e.signature in signatures][:MAX_FACTS]
+
+
+def storage_first(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Storage that failed some ranks, and others that waited for them until their watchdog: one cause."""
+    failed = [
+        e
+        for e in events
+        if e.kind.startswith("storage.") and catalog[e.signature].role == "root" and e.severity in ("error", "fatal")
+    ]
+    waits = [e for e in events if e.kind in HUNG]
+    for first in failed[:64]:
+        later = [w for w in waits if compare(first, w) == "before"]
+        if later:
+            return [derive(catalog, "derived.ckpt.storage_stall", first, attrs={"waiting": len(later)}, placed=False)]
+    return []
+
+
+def torn_by_kill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A checkpoint that cannot be read after its writer was killed: the save was cut off and written in place."""
+    for bad in _of(events, *UNREADABLE):
+        ends = [e for e in events if e.kind in ENDS or e.signature in KILLS or e.kind in ("host.oom", "sched.oom")]
+        before = [e for e in ends if compare(e, bad) in ("before", None)]
+        if before:
+            explains = sorted({e.signature for e in before})
+            return [derive(catalog, "derived.ckpt.torn_by_kill", before[0], explains=[*explains, bad.signature])]
+    return []
+
+
+def announced_only(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The newest step that is durable, where a later one was announced: a fact for whoever resumes."""
+    announced = [s for e in _of(events, "ckpt.announced") if (s := step_of(e)) is not None]
+    proofs = _of(events, "ckpt.tracker") or _of(events, "ckpt.committed")
+    durable = [s for e in proofs if (s := step_of(e)) is not None]
+    if not announced or not durable or max(announced) <= max(durable):
+        return []
+    attrs = {"announced": max(announced), "committed": max(durable)}
+    return [derive(catalog, "derived.ckpt.announced_only", proofs[-1], attrs=attrs)]
+
+
+def fresh_over_existing(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Training that starts from nothing although checkpoints are there."""
+    starts = _of(events, "ckpt.fresh_start")
+    there = [e for e in _of(events, "ckpt.listed", "ckpt.committed", "ckpt.tracker") if (step_of(e) or 0) > 0]
+    for start in starts:
+        # A listing shows what is there whenever it was taken; a save that was reported counts only if it was before.
+        older = [e for e in there if e.signature != "ckpt.committed" or compare(e, start) in ("before", None)]
+        if older:
+            newest = max(step_of(e) or 0 for e in older)
+            return [derive(catalog, "derived.ckpt.fresh_over_existing", start, attrs={"newest": newest})]
+    return []
+
+
+def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """State that came back other than it was saved: per rank, or a position of the data."""
+    found = []
+    pairs = [
+        (e, str(e.attrs.get("saved", "")).lower(), str(e.attrs.get("restored", "")).lower())
+        for e in _of(events, "ckpt.state_compare")
+    ]
+    wrong = [(e, saved, restored) for e, saved, restored in pairs if saved and restored and saved != restored]
+    if wrong:
+        one = len({restored for _, _, restored in pairs}) == 1 and len(pairs) > 1
+        attrs = {"ranks": len(wrong), "of": len(pairs), "one_copy": one}
+        found.append(derive(catalog, "derived.ckpt.state_differs", wrong[0][0], attrs=attrs, placed=False))
+    for event in _of(events, "ckpt.position"):
+        if str(event.attrs.get("got")) != str(event.attrs.get("expected")):
+            found.append(derive(catalog, "derived.ckpt.position_differs", event))
+            break
+    return found
+
+
+def nothing_done(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A resume after which no step was made although the run says that it ended well."""
+    resumes = _of(events, "ckpt.resumed")
+    ends = [*_of(events, "ckpt.clean_end"), *(e for e in _of(events, "ckpt.exit_status") if e.attrs.get("code") == 0)]
+    for stuck in _of(events, "ckpt.zero_progress"):
+        at = _bar(stuck)
+        if at is not None and at[0] >= at[1] > 0:
+            continue  # the work was done before
+        after = [e for e in ends if compare(stuck, e) in ("before", None)]
+        from_here = [r for r in resumes if compare(r, stuck) in ("before", "together", None)]
+        if after and from_here and not _moved(events, from_here[-1], stuck):
+            return [derive(catalog, "derived.ckpt.nothing_done", stuck)]
+    return []
+
+
+def _bar(event: Event) -> tuple[int, int] | None:
+    step, total = str(event.attrs.get("step", "")), str(event.attrs.get("total", ""))
+    return (int(step), int(total)) if step.isdigit() and total.isdigit() and len(step + total) < 32 else None
+
+
+def _moved(events: Sequence[Event], resumed: Event, stuck: Event) -> bool:
+    """Whether a step beyond the resumed one was seen after it."""
+    begin = step_of(resumed)
+    at = _bar(stuck)
+    for event in events:
+        if event.kind != "job.progress" or compare(event, resumed) == "before":
+            continue
+        last = event.attrs.get("last_step")
+        if isinstance(last, int) and last > max(begin or 0, at[0] if at else 0):
+            return True
+    return False
+
+
+def finalised_early(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A step that was called complete while one of its files was still being written."""
+    for writing in _of(events, "ckpt.still_writing"):
+        step = step_of(writing)
+        for done in _of(events, "ckpt.tracker", "ckpt.committed"):
+            if step is not None and step_of(done) == step and compare(done, writing) == "before":
+                return [derive(catalog, "derived.ckpt.finalised_early", done, attrs={"step": step})]
+    return []
+
+
+def two_writers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A writer of an attempt that should be dead, at work after a later attempt had begun."""
+    attempts = [(a, e) for e in _of(events, "ckpt.attempt", "ckpt.late_writer") if (a := _attempt(e)) is not None]
+    for number, late in attempts:
+        if late.signature != "ckpt.late_writer":
+            continue
+        if any(other > number and compare(e, late) == "before" for other, e in attempts):
+            explains = ["ckpt.exists_already", "python.user_exception", "ckpt.save_failed"]
+            attrs = {"attempt": number}
+            return [
+                derive(
+                    catalog,
+                    "derived.ckpt.two_writers",
+                    late,
+                    attrs=attrs,
+                    explains=[s for s in explains if s in catalog],
+                )
+            ]
+    return []
+
+
+def _attempt(event: Event) -> int | None:
+    text = str(event.attrs.get("attempt", ""))
+    return int(text) if text.isdigit() and len(text) < 9 else None
+
+
+def pruned_too_early(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """An older checkpoint that was deleted before the newer one was complete, which then never was."""
+    bad = _of(events, *UNREADABLE, "ckpt.save_failed", "fs.no_space", "fs.quota")
+    for pruned in _of(events, "ckpt.pruned"):
+        proven = [
+            e for e in _of(events, "ckpt.committed", "ckpt.tracker") if (step_of(e) or 0) > (step_of(pruned) or 0)
+        ]
+        if any(compare(e, pruned) == "before" for e in proven):
+            continue
+        if any(e.signature in UNREADABLE or compare(pruned, e) == "before" for e in bad):
+            return [derive(catalog, "derived.ckpt.pruned_too_early", pruned)]
+    return []
+
+
+def believed_saved(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A file that is missing because its save failed unnoticed: the failed save is the cause, not the missing file."""
+    failed = [e for e in events if e.kind == "checkpoint.failed" or e.kind.startswith("storage.")]
+    steps = {s for e in _of(events, "ckpt.announced") if (s := step_of(e)) is not None}
+    for missing in _of(events, "python.file_missing"):
+        numbers = {int(n) for n in re.findall(r"\d{1,15}", missing.evidence.text)}
+        cause = next((e for e in failed if e is not missing and compare(e, missing) == "before"), None)
+        if cause is not None and steps & numbers:
+            return [
+                derive(catalog, "derived.ckpt.believed_saved", cause, explains=["python.file_missing"], placed=False)
+            ]
+    return []
+
+
+def save_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A save that failed and then succeeded, with nothing else wrong."""
+    failed = [e for e in events if e.signature in ("ckpt.save_failed", "storage.save_connection")]
+    for first in reversed(failed):
+        later = [e for e in _of(events, "ckpt.committed") if compare(first, e) == "before"]
+        if later and not any(compare(later[-1], f) == "before" for f in failed):
+            return [derive(catalog, "derived.ckpt.save_recovered", later[-1])]
+    return []
+
+
+CHECKPOINT_RULES = (
+    storage_first,
+    torn_by_kill,
+    announced_only,
+    fresh_over_existing,
+    state_differs,
+    nothing_done,
+    finalised_early,
+    two_writers,
+    pruned_too_early,
+    believed_saved,
+    save_recovered,
+)
+"""In the order they run."""
