@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from keepstep.attribution.places import UNMAPPED, RankMap
+from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.verdict import Judgement
+from keepstep.attribution.verdict import judge as judge_by_all_rules
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event, Evidence, Gpu
-from keepstep.records.verdict import Action, FaultClass
+from keepstep.records.verdict import Action, FaultClass, Verdict
 
 S = 1_000_000_000
 T0 = 1_900_000_000 * S
@@ -96,3 +101,12 @@ def event(
         evidence=Evidence(path=path, line=line, text=f"{name} {at}"),
         **(fields | more),
     )
+
+
+def judge(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED) -> Judgement:
+    """The engine without the rules of areas, which know the shipped catalog."""
+    return judge_by_all_rules(events, catalog, ranks, rules=(common_cause,), past_rules=())
+
+
+def attribute(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED) -> Verdict:
+    return judge(events, catalog, ranks).verdict

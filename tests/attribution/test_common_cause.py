@@ -8,11 +8,10 @@ from keepstep.attribution.history import Past, compared
 from keepstep.attribution.incident import LONGEST_WAIT_S, incidents
 from keepstep.attribution.places import RankMap
 from keepstep.attribution.rules.common_cause import common_cause
-from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import Catalog, shipped
 from keepstep.records.event import Event
 from keepstep.records.verdict import Verdict
-from tests.attribution.making import CATALOG, GPU, T0, S, entry, event
+from tests.attribution.making import CATALOG, GPU, T0, S, attribute, entry, event
 
 WITH_COMMON = Catalog(
     [

@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from keepstep.attribution.places import RankMap
-from keepstep.attribution.verdict import attribute, judge
 from keepstep.catalog.priors import shipped_priors
 from keepstep.records.event import Gpu
-from tests.attribution.making import CATALOG, GPU, S, event
+from tests.attribution.making import CATALOG, GPU, S, attribute, event, judge
 
 NODE = "gpu-07"
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from keepstep.attribution.current import stops
 from keepstep.attribution.order import compare, gap_s
 from keepstep.attribution.places import Place, Places, same
 from keepstep.catalog.load import Catalog
@@ -131,15 +132,17 @@ def with_explanations(seen: Sequence[Seen], job_nodes: frozenset[str] = frozense
 
 
 def _is_later(one: Seen, seen: Sequence[Seen]) -> bool:
-    """Whether the job had already been stopped, by another unexplained root, when this root began."""
-    if one.entry.role != "root" or one.explained is not None:
+    """Whether the job had already been stopped, by another unexplained root, when this root of it began."""
+    if one.entry.role != "root" or one.explained is not None or one.entry.scope not in ("rank", "job"):
         return False
+    if one.entry.id.startswith("derived."):
+        return False  # a conclusion has the time of what it rests on, not one of its own
     return any(
         other.entry.role == "root"
         and other.entry is not one.entry
         and other.explained is None
         and not other.survived
-        and other.entry.severity in ("error", "fatal")
+        and stops(other.entry)
         and 2 * other.top >= one.top
         and compare(other.event, one.event) == "before"
         for other in seen

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
-from keepstep.attribution.order import compare, same_text
+from keepstep.attribution.order import compare, gap_s, same_text
 from keepstep.attribution.places import Places, same
-from keepstep.catalog.load import Catalog
+from keepstep.catalog.load import Catalog, named
 from keepstep.catalog.signature import Signature
-from keepstep.records.event import Event
+from keepstep.records.event import Event, TimeQuality
+
+_QUALITIES = get_args(TimeQuality)
 
 PROGRESS = "job.progress"
 
@@ -23,21 +26,25 @@ STOPPING_KINDS = frozenset(
 Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""
 
 
+LEAST_GAP_S = 5.0
+"""A step that is printed so soon after a failure was under way when it came: ranks run ahead of each other and flush late."""
+
+
 def end_of(event: Event) -> Event:
     """The last sighting of an event that stands for several, as an event of its own, to compare with."""
-    last_order = event.attrs.get("last_order")
-    order = last_order if isinstance(last_order, int) else event.order
-    return msgspec.structs.replace(event, time_ns=event.last_ns or event.time_ns, order=order)
+    attrs = event.attrs
+    last_order, quality = attrs.get("last_order"), attrs.get("last_quality")
+    return msgspec.structs.replace(
+        event,
+        time_ns=event.last_ns or event.time_ns,
+        order=last_order if isinstance(last_order, int) else event.order,
+        time_quality=quality if quality in _QUALITIES else event.time_quality,
+    )
 
 
 def begin_after(earlier: Event, later: Event) -> bool:
     """Whether `later` was seen, the last time, after the last sighting of `earlier`."""
     return compare(end_of(earlier), end_of(later)) == "before"
-
-
-def names(patterns: Sequence[str], signature_id: str) -> bool:
-    """Whether a list of ids names this one; "xid.*" names all that begin so."""
-    return any(p == signature_id or (p.endswith(".*") and signature_id.startswith(p[:-1])) for p in patterns)
 
 
 def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[Event]:
@@ -57,7 +64,7 @@ def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[E
 
 
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event or not names(entry.clears, event.signature):
+    if taker is event or not any(named(p, event.signature) for p in entry.clears):
         return False
     scope = catalog[event.signature].scope
     alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)
@@ -84,7 +91,20 @@ def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
     Only for events that claim that the job stands still; the order must be known.
     """
     signs = [e for e in events if goes_on(catalog[e.signature])]
-    return [bool(signs) and stops(catalog[e.signature]) and any(begin_after(e, sign) for sign in signs) for e in events]
+    return [bool(signs) and stops(catalog[e.signature]) and any(_outlived(e, sign) for sign in signs) for e in events]
+
+
+def _outlived(event: Event, sign: Event) -> bool:
+    """Whether a sign that the job works came so long after the event that it proves something."""
+    if sign.kind != PROGRESS:
+        return begin_after(event, sign)
+    end, last = end_of(event), end_of(sign)
+    gap = gap_s(end, last)
+    if gap is not None and not {end.time_quality, last.time_quality} & {"neighbour", "none"}:
+        return gap > LEAST_GAP_S and compare(end, last) == "before"
+    # Lines without times of their own: one step may have been under way, two were made.
+    before_last = sign.attrs.get("before_last_order")
+    return same_text(event, sign) and isinstance(before_last, int) and before_last > end.order and sign.count > 1
 
 
 def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:

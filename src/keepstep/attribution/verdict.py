@@ -18,7 +18,7 @@ from keepstep.attribution.current import cleared, stops, survivors
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
-from keepstep.attribution.rules import PAST_RULES, RULES
+from keepstep.attribution.rules import PAST_RULES, RULES, PastRule, Rule
 from keepstep.attribution.weigh import Scores, Term, weigh
 from keepstep.attribution.wording import summary, title_of
 from keepstep.catalog.load import Catalog
@@ -50,17 +50,19 @@ def judge(
     catalog: Catalog,
     ranks: RankMap = UNMAPPED,
     priors: Priors | None = None,
+    rules: Sequence[Rule] = RULES,
+    past_rules: Sequence[PastRule] = PAST_RULES,
 ) -> Judgement:
-    """The verdict with every term."""
+    """The verdict with every term. `rules` conclude `derived.*` events; `past_rules` see what is stale besides."""
     priors = priors or shipped_priors()
     given = sorted((e for e in events if e.signature in catalog), key=canonical)
     places = Places([e for e in given if e.stale is None], ranks)
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
     past = [e for e in marked if e.stale is not None]
-    for past_rule in PAST_RULES:
+    for past_rule in past_rules:
         live += [e for e in past_rule(live, past, catalog) if e.signature in catalog]
-    for rule in RULES:
+    for rule in rules:
         live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
     stale = [e for e in marked if e.stale is not None]
@@ -159,7 +161,8 @@ def _with_fault(
     first = first_of([s for s in causes if 2 * s.weight(fault_class) >= strongest])
     chance = scores.chances[fault_class]
     tier = tier_of(chance, first is not None, priors) if named else "unknown"
-    choice = choose(fault_class, first, supporters, scores.chances, priors.tiers)
+    after = [] if first is None else [s for s in seen if s.explained is not None and seen[s.explained] is first]
+    choice = choose(fault_class, first, supporters, after, scores.chances, priors.tiers)
     decisive = choice.rested_on or first or first_of([s for s in seen if s.entry.role in FAILING])
     calm = choice.action == "none"
     entity = _entity(first, choice.rested_on)
@@ -181,10 +184,14 @@ def _with_fault(
 
 
 def _one_sign(seen: Sequence[Seen], scores: Scores) -> bool:
-    """Whether the two likeliest classes rest on one sign, which says both: then it is known what happened, if not whose it is."""
+    """Whether the two likeliest classes rest on the same signs: then it is known what happened, if not quite whose it is."""
     best, other = sorted((c for c in CLASSES if c != "unknown"), key=lambda c: -scores.chances[c])[:2]
     of_best, of_other = _supporters(seen, best), _supporters(seen, other)
-    return bool(of_best and of_other) and of_best[0] is of_other[0]
+    if not of_best or not of_other:
+        return False
+    return 2 * of_best[0].weight(other) >= of_other[0].weight(other) and 2 * of_other[0].weight(best) >= of_best[
+        0
+    ].weight(best)
 
 
 def _supporters(seen: Sequence[Seen], fault_class: FaultClass) -> list[Seen]:

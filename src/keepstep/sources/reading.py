@@ -289,10 +289,12 @@ def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: S
         near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
         for document in split(path, window.text, near):
             found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
     tail = tail[tail.find(b"\n") + 1 :]
     number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
     for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
         found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
         found += progress_events(document, whole.catalog)
         whole.facts.append(facts_of(document))
     seen: set[tuple[int, str]] = set()

@@ -155,3 +155,43 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
         )
         for _, (event, net, nics) in sorted(odd.items())
     ]
+
+
+_SETTING = re.compile(r"\b(?P<name>NCCL_[A-Z0-9_]+)=(?P<value>\w+)")
+_OFF = {
+    ("NCCL_P2P_DISABLE", "1"): "derived.works_without_p2p",
+    ("NCCL_P2P_LEVEL", "LOC"): "derived.works_without_p2p",
+    ("NCCL_NET_GDR_LEVEL", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_NET_GDR_LEVEL", "LOC"): "derived.works_without_gpu_direct",
+    ("NCCL_NET_GDR_READ", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_DMABUF_ENABLE", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_IB_DISABLE", "1"): "derived.works_without_rdma",
+    ("NCCL_NVLS_ENABLE", "0"): "derived.works_without_nvls",
+    ("NCCL_CUMEM_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_MNNVL_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_RAS_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_NET_PLUGIN", "none"): "derived.works_without_feature",
+    ("NCCL_SHM_DISABLE", "1"): "derived.works_without_shared_memory",
+}
+"""What is switched off by a setting with which a job works that does not work without."""
+_WORKS = re.compile(
+    r"(?i)\b(?:works?|worked|working|ok|okay|pass(?:es|ed)?|fixe[sd]|fixed|helps?|helped|resolve[sd]|succe\w+|"
+    r"no (?:hang|error)s?|runs? fine|#wrong +0)\b"
+)
+_WORKS_NOT = re.compile(r"(?i)\b(?:not|n't|still|no longer|fails?|hangs?|without (?:effect|success))\b")
+
+
+def workarounds(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """What a setting with which it works tells: the thing that was switched off is what does not."""
+    failed = {e.source for e in events if catalog[e.signature].severity in ("error", "fatal")}
+    for event in events:
+        text = event.evidence.text if event.signature == "job.setting_tried" else ""
+        titled = event.source if event.signature in ("job.progress", "nccl.test_passed") else ""
+        if titled in failed or not failed:
+            titled = ""
+        for setting in _SETTING.finditer(f"{titled} {text}"[:2000]):
+            signature = _OFF.get((setting["name"], setting["value"]))
+            works = bool(titled) or (_WORKS.search(text) is not None and _WORKS_NOT.search(text) is None)
+            if signature is not None and works:
+                return [concluded(signature, catalog, event, {"setting": setting.group(0)})]
+    return []
