@@ -15,7 +15,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources import runfolder, staleness
-from keepstep.sources.decoding import is_flight_recorder, open_stream, to_text, what_binary, wide_encoding
+from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
 from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
@@ -30,11 +30,13 @@ from keepstep.sources.streaming import LINE_BYTES, Scanner
 from keepstep.sources.textlines import line_events, make_event
 from keepstep.sources.windows import Cutter
 
-WHOLE_BYTES = 8 << 20
-"""Text up to this size is looked at as a whole; larger ones are streamed."""
-WHOLE_LINES = 150_000
+WHOLE_BYTES = 4 << 20
+"""Logs up to this size are looked at as a whole, by every parser; larger ones are streamed."""
+WHOLE_LINES = 60_000
+RECORD_BYTES = 32 << 20
+"""The same for one JSON or YAML document, or one table of accounting: it means something only as a whole."""
 CHUNK_BYTES = 4 << 20
-TAIL_BYTES = 2 << 20
+TAIL_BYTES = 1 << 20
 """The end of a large log is looked at as a document too: there a job says why it died."""
 TEXT_LIMIT_BYTES = 64 << 30
 """Of one file, unpacked."""
@@ -158,10 +160,13 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     blocks = opened.blocks
     held: list[bytes] = []
     size = 0
+    limit = WHOLE_BYTES
     for block in blocks:
+        if not held and is_record(block):
+            limit = max(limit, RECORD_BYTES)
         held.append(block)
         size += len(block)
-        if size > WHOLE_BYTES:
+        if size > limit:
             break
     data = b"".join(held)
     del held
@@ -172,7 +177,7 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
     if binary is not None:
         whole.unreadable.append(f"{path}: {binary}")
-    elif size > WHOLE_BYTES or data.count(b"\n") > WHOLE_LINES:
+    elif size > limit or (limit == WHOLE_BYTES and data.count(b"\n") > WHOLE_LINES):
         _read_large(whole, data, blocks, path, origin)
     else:
         whole.size_bytes += len(data)
