@@ -1,13 +1,11 @@
-"""What watching a job does to it, and what its absence means: probes that crash it, dumps that are missing."""
+"""What watching a job does to it, and what its absence means: probes that crash it, monitors that are off, dumps that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical
-from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
-from keepstep.attribution.rules.lives import is_in_process
+from keepstep.attribution.rules.jobfacts import WAITS, concluded, of, within_s
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -104,10 +102,12 @@ def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Eve
         "cuda.device_assert",
         "cuda.contained",
     )
-    restarts = sorted((e for e in of(events, "job.started") if is_in_process(e)), key=canonical)
-    for restart in restarts:
+    restarts = [e for e in of(events, "job.started") if "process" in e.evidence.text.lower()]
+    for restart in sorted(restarts, key=canonical):
         for signature in sticky:
             seen = sorted(of(events, signature), key=canonical)
-            if seen and before(seen[0], restart) and any(before(restart, end_of(e)) for e in seen):
-                return [concluded("derived.context_not_recovered", catalog, seen[0], {"error": signature})]
+            earlier = [e for e in seen if within_s(e, restart, 3600.0)]
+            later = [e for e in seen if within_s(restart, e, 600.0) and e not in earlier[:1]]
+            if earlier and later and earlier[0] is not later[-1]:
+                return [concluded("derived.context_not_recovered", catalog, later[-1], {"error": signature})]
     return []
