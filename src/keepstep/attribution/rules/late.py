@@ -21,6 +21,7 @@ from keepstep.attribution.rules.jobfacts import (
     number,
     of,
     ranks_of,
+    waiting_rank,
     waits,
 )
 from keepstep.catalog.load import Catalog
@@ -97,17 +98,19 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
         found.update(ranks_of(event.attrs.get("late_ranks")))
     for event in of(events, "torch.store_owner_late"):
         owner = number(event.attrs.get("owner_rank"))
-        if owner is not None:
+        # Within another group than the job's these are not ranks of the job.
+        if owner is not None and event.rank in (None, number(event.attrs.get("group_rank"))):
             found.add(owner)
     stuck = {(w.group, w.seq) for w in waiting if w.group is not None and w.seq is not None}
     for event in of(events, "torch.dump_received", "torch.watchdog_failure"):
         group = str(event.attrs.get("guid") or event.attrs.get("pg") or "")
         enqueued = number(event.attrs.get("enqueued"))
-        if event.rank is None or enqueued is None:
+        rank = waiting_rank(event)
+        if rank is None or enqueued is None:
             continue
         # It never called the collective that others are stuck in.
         if any(group == g and seq is not None and enqueued < seq for g, seq in stuck):
-            found.add(event.rank)
+            found.add(rank)
     return found
 
 
@@ -215,6 +218,8 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")
         attrs = {"about_rank": rank, "waiting": "the", "doing": str(event.attrs.get("frame", ""))}
         return [concluded(signature, catalog, event, attrs, about=rank)]
+    for event in of(events, "stack.cuda_runtime"):
+        return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -45,9 +46,10 @@ class Holder(NamedTuple):
 def gib(size: str, unit: str) -> float:
     """A printed size in GiB; 0 for what is no number."""
     try:
-        return float(size) * _UNITS.get(unit, 0.0)
+        amount = float(size)
     except ValueError:
         return 0.0
+    return amount * _UNITS.get(unit, 0.0) if math.isfinite(amount) else 0.0
 
 
 def holders(text: str) -> list[Holder]:

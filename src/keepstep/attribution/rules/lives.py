@@ -27,6 +27,9 @@ TEARDOWN = (
 )
 """What a process may still say when the job has ended well."""
 
+UNEVEN = ("torch.watchdog_timeout", "torch.blocking_wait_timeout", "gloo.timeout")
+"""Ranks that still waited when one said that it had ended: it ended too early."""
+
 RESTARTS = ("job.started", "elastic.restarting")
 FAILING_ROLES = ("root", "cascade")
 
@@ -53,8 +56,9 @@ LEAST_STALLS = 3
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    done = [e for e in of(events, "elastic.succeeded") if not any(before(e, r) for r in of(events, *RESTARTS))]
-    if not done:
+    ends = of(events, "elastic.succeeded", "job.train_ended")
+    done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
+    if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
     success = min(done, key=canonical)
     late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]
@@ -151,16 +155,16 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
     """Time-outs of several lives after the same last step."""
     stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)
     progress = sorted(of(events, PROGRESS), key=canonical)
-    if not stalls or not progress or not restarts:
+    if not stalls or not progress:
         return []
-    last_steps: list[int] = []
+    last_steps = [step for life in _by_document(stalls, progress) for step in life]
     bounds: list[Event | None] = [None, *restarts, None]
-    for begin, end in pairwise(bounds):
-        inside = [s for s in stalls if _between(s, begin, end)]
-        steps = [number(p.attrs.get("last_step") or p.attrs.get("step")) for p in progress if _between(p, begin, end)]
-        known = [s for s in steps if s is not None]
-        if inside and known:
-            last_steps.append(max(known))
+    if len(last_steps) < LEAST_STALLS:
+        last_steps = []
+        for begin, end in pairwise(bounds):
+            inside = [s for s in stalls if _between(s, begin, end)]
+            made = [p for p in progress if _between(p, begin, end)]
+            last_steps += _last_step(inside, made)
     if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
         return [
             concluded(
@@ -168,6 +172,25 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
             )
         ]
     return []
+
+
+def _by_document(stalls: Sequence[Event], progress: Sequence[Event]) -> list[list[int]]:
+    """The last step of each document that stalls: a log of its own for each life."""
+    names = dict.fromkeys((e.evidence.path, e.source) for e in stalls)
+    return [
+        _last_step(
+            [e for e in stalls if (e.evidence.path, e.source) == name],
+            [p for p in progress if (p.evidence.path, p.source) == name],
+        )
+        for name in names
+    ]
+
+
+def _last_step(stalls: Sequence[Event], progress: Sequence[Event]) -> list[int]:
+    """The last step of a life that stalled, where it is known."""
+    steps = [number(p.attrs.get("last_step", p.attrs.get("step"))) for p in progress]
+    known = [s for s in steps if s is not None]
+    return [max(known)] if stalls and known else []
 
 
 def _between(event: Event, begin: Event | None, end: Event | None) -> bool:

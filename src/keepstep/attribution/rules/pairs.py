@@ -166,7 +166,7 @@ _OFF = {
     ("NCCL_NET_GDR_READ", "0"): "derived.works_without_gpu_direct",
     ("NCCL_DMABUF_ENABLE", "0"): "derived.works_without_gpu_direct",
     ("NCCL_IB_DISABLE", "1"): "derived.works_without_rdma",
-    ("NCCL_NVLS_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_NVLS_ENABLE", "0"): "derived.works_without_nvls",
     ("NCCL_CUMEM_ENABLE", "0"): "derived.works_without_feature",
     ("NCCL_MNNVL_ENABLE", "0"): "derived.works_without_feature",
     ("NCCL_RAS_ENABLE", "0"): "derived.works_without_feature",
@@ -183,9 +183,12 @@ _WORKS_NOT = re.compile(r"(?i)\b(?:not|n't|still|no longer|fails?|hangs?|without
 
 def workarounds(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What a setting with which it works tells: the thing that was switched off is what does not."""
+    failed = {e.source for e in events if catalog[e.signature].severity in ("error", "fatal")}
     for event in events:
         text = event.evidence.text if event.signature == "job.setting_tried" else ""
         titled = event.source if event.signature in ("job.progress", "nccl.test_passed") else ""
+        if titled in failed or not failed:
+            titled = ""
         for setting in _SETTING.finditer(f"{titled} {text}"[:2000]):
             signature = _OFF.get((setting["name"], setting["value"]))
             works = bool(titled) or (_WORKS.search(text) is not None and _WORKS_NOT.search(text) is None)
