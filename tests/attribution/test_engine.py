@@ -127,6 +127,26 @@ class TestCurrency:
         )
         assert not verdict.no_current_fault
 
+    def test_a_condition_that_is_over_is_still_the_cause_of_what_it_stopped(self) -> None:
+        events = [
+            event("gpu.gone", 0, node=NODE, gpu=GPU),
+            event("watchdog", 30, rank=1),
+            event("gpu.gone_back", 50, node=NODE, gpu=GPU),
+        ]
+        verdict = attribute(events, CATALOG)
+        assert not verdict.no_current_fault
+        # Nothing is taken out for what is over.
+        assert (verdict.fault_class, verdict.signature, verdict.action) == ("hardware", "gpu.gone", "restart_job")
+
+    def test_a_condition_that_was_over_before_the_last_step_is_not(self) -> None:
+        events = [
+            event("gpu.gone", 0, node=NODE, gpu=GPU),
+            event("gpu.gone_back", 20, node=NODE, gpu=GPU),
+            event("job.progress", 300, rank=1),
+            event("watchdog", 600, rank=1),
+        ]
+        assert attribute(events, CATALOG).fault_class == "unknown"
+
     def test_steps_after_a_stop_show_that_there_is_none(self) -> None:
         verdict = attribute([event("node.lost", 0, node=NODE), event("job.progress", 60, rank=5)], CATALOG)
         assert verdict.no_current_fault and (verdict.fault_class, verdict.action) == ("platform", "none")

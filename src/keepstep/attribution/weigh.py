@@ -45,8 +45,8 @@ class Scores(NamedTuple):
         return max(CLASSES, key=lambda name: self.chances[name])
 
     def margin(self, name: FaultClass) -> float:
-        """Log-odds of a class over the likeliest of the others."""
-        other = max(self.chances[c] for c in CLASSES if c != name)
+        """Log-odds of a class over the likeliest other one that can be named."""
+        other = max(self.chances[c] for c in CLASSES if c not in (name, "unknown"))
         return math.log(max(self.chances[name], 1e-300) / max(other, 1e-300))
 
 
@@ -58,6 +58,8 @@ def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[
         share, why, by = 1.0, "", None
         if one.explained is not None:
             share, why, by = shares.explained, "explained by another", seen[one.explained]
+        elif one.over:
+            share, why = shares.over, "it is over, but it came before what failed"
         elif one.survived:
             share, why = shares.survived, "the job went on after it"
         elif one.later:
