@@ -36,6 +36,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
     found += kubetext.table_events(document, catalog)
     found += kubetext.describe_events(document, catalog)
     found += kubetext.condition_rows(document, catalog)
+    found += kubetext.node_condition_events(document, catalog)
     for item in objects(document):
         found += _object(item, document, catalog)
     found += memory_events(document, catalog)
