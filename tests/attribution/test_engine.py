@@ -198,7 +198,7 @@ class TestWeighing:
         assert not verdict.no_current_fault and verdict.missing
 
     def test_two_classes_that_are_equally_likely_are_unknown(self) -> None:
-        verdict = attribute([event("script.error", None, path="a"), event("lib.error", None, path="b")], CATALOG)
+        verdict = attribute([event("script.error", None, path="a"), event("lib.twin", None, path="b")], CATALOG)
         assert (verdict.fault_class, verdict.action) == ("unknown", "ask_human")
         assert {a.fault_class for a in verdict.alternatives} >= {"user_code", "framework"}
 
@@ -281,7 +281,7 @@ class TestWords:
         assert NODE in verdict.summary and GPU in verdict.summary and verdict.summary.count(". ") == 0
 
     def test_alternatives_say_what_speaks_against_them(self) -> None:
-        verdict = attribute([event("script.error", 0, rank=1), event("cuda.error", 0, rank=2)], CATALOG)
+        verdict = attribute([event("gpu.hint", 0, node=NODE), event("cuda.error", 0, rank=2)], CATALOG)
         assert verdict.alternatives and all(a.why_not for a in verdict.alternatives)
 
     def test_names_of_one_gpu_are_one(self) -> None:

@@ -71,7 +71,7 @@ def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[
     if bonus > 1.0:
         note = f"{note + ', ' if note else ''}seen {count} times"
     weights = members[0][1].entry.weights
-    if members[0][1].entry.kind.endswith(".passed"):
+    if signature.endswith("passed"):
         # A check that passes on an idle or repaired node does not prove that the fault was not there.
         weights = {k: w for k, w in weights.items() if not (k in HARDWARE_SIDE and w < 0)}
     confirms = frozenset(
