@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from keepstep.attribution.rules.late import section_outlasted, stuck_alone, who_is_late
+from keepstep.attribution.rules.late import section_outlasted, steps_apart, stuck_alone, who_is_late
 from keepstep.attribution.rules.leftovers import leftovers
 from keepstep.attribution.rules.lives import (
+    clean_end,
     no_restart_lost,
     outgrew_host,
     same_again,
@@ -26,6 +27,7 @@ from keepstep.attribution.rules.watching import (
 JOB_RULES = (
     mismatches,
     who_is_late,
+    steps_apart,
     stuck_alone,
     section_outlasted,
     node_pairs,
@@ -33,6 +35,7 @@ JOB_RULES = (
     workarounds,
     leftovers,
     teardown_after_success,
+    clean_end,
     standby_left,
     seat_taken,
     same_again,

@@ -50,6 +50,9 @@ DOING_TO_ACTIVITY = {
 MOST_LATE_SHARE = 0.5
 """Of the known ranks: when more than half do not wait, those who wait are not held up by a few."""
 
+STEPPING_SHARE = 0.25
+"""Of the wait: a rank that makes steps for so long does not take part in it."""
+
 SLACK_S = 120.0
 """A rank that logs once a minute or two and is busy is still busy."""
 
@@ -159,7 +162,7 @@ def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | Non
     acts = [e for e in own if e.signature in CONCLUSION_OF]
     if not acts:
         return None
-    during = [e for e in acts if _during(e, begin_ns, last)]
+    during = [e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))]
     telling = [e for e in during if e.signature != PROGRESS] or during
     if telling:
         # The first thing it was at when the others began to wait is what they waited for.
@@ -177,6 +180,14 @@ def _during(event: Event, begin_ns: int | None, last: Event) -> bool:
         first, end = event.time_ns, event.last_ns or event.time_ns
         return end >= begin_ns - SLACK_S * SECOND_NS and first <= last.time_ns + SLACK_S * SECOND_NS
     return compare(last, end_of(event)) == "before"
+
+
+def _went_on(progress: Event, begin_ns: int | None, last: Event) -> bool:
+    """Whether steps were made well into the wait, not only up to its begin."""
+    end = end_of(progress)
+    if begin_ns is not None and end.time_ns is not None and last.time_ns is not None:
+        return end.time_ns > begin_ns + STEPPING_SHARE * (last.time_ns - begin_ns)
+    return compare(last, end) == "before"
 
 
 def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog) -> list[Event]:
@@ -221,6 +232,30 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in of(events, "stack.cuda_runtime"):
         return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
     return []
+
+
+STEPS_APART = 3
+"""Ranks of a synchronous job are at most a step apart, and their logs may lag another behind."""
+
+
+def steps_apart(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Waiting ranks that are not at one step: one has had other batches than another, or has left the epoch."""
+    waiting = {w.rank for w in waits(events)}
+    at: dict[int, tuple[int, int | None, Event]] = {}
+    for event in of(events, PROGRESS):
+        step = number(event.attrs.get("last_step", event.attrs.get("step")))
+        if event.rank is not None and step is not None:
+            at[event.rank] = (step, number(event.attrs.get("of")), event)
+    if len(waiting) < 2 or len(at) < 2 or len({of_ for _, of_, _ in at.values()}) != 1:
+        return []
+    low, high = min(at, key=lambda r: at[r][0]), max(at, key=lambda r: at[r][0])
+    gap = at[high][0] - at[low][0]
+    ended = at[high][0] == at[high][1]
+    if low not in waiting or gap < (1 if ended else STEPS_APART):
+        return []
+    signature = "derived.epoch_left" if ended else "derived.steps_apart"
+    attrs = {"about_rank": high, "behind": low, "step": at[high][0], "behind_step": at[low][0]}
+    return [concluded(signature, catalog, at[low][2], attrs, about=high)]
 
 
 _SECTIONS = (

@@ -69,6 +69,16 @@ def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Ev
     ]
 
 
+def clean_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A job that ended well, and monitors and launchers that say how they close: nothing else."""
+    done = of(events, "elastic.succeeded", "job.train_ended")
+    closing = of(events, "nvrx.monitor_closed", "elastic.rendezvous_graceful")
+    failing = any(catalog[e.signature].severity in ("error", "fatal") for e in events)
+    if not done or not closing or failing:
+        return []
+    return [concluded("derived.clean_end", catalog, min(done, key=canonical), {})]
+
+
 def _really_failed(event: Event, catalog: Catalog) -> bool:
     entry = catalog[event.signature]
     if event.signature == "elastic.rank_failed" or event.signature.startswith("exit.sig"):

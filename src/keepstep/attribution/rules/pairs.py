@@ -57,7 +57,8 @@ def node_pairs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     attrs = {"pairs": sorted({f"{p.node} - {p.peer}" for p in pairs})[:16]}
     if _from_the_start(events, first):
         return [concluded("derived.transport_never_worked", catalog, first, attrs)]
-    if steps_before(events, first) > 0 and len({frozenset((p.node, p.peer)) for p in pairs}) == 1:
+    worked = steps_before(events, first) > 0 or _told(events) == "worked"
+    if worked and len({frozenset((p.node, p.peer)) for p in pairs}) == 1:
         return [concluded("derived.link_failed", catalog, first, attrs)]
     return []
 
@@ -98,14 +99,9 @@ def _common(pairs: Sequence[Pair]) -> str | None:
 
 def _from_the_start(events: Sequence[Event], first: Event) -> bool:
     """Whether the job is known to have made no step before the first failure."""
-    if steps_before(events, first) > 0:
-        return False
-    for event in of(events, "job.elapsed"):
-        iterations, seconds = number(event.attrs.get("iterations")), number(event.attrs.get("seconds"))
-        if iterations is not None and iterations > 0:
-            return False
-        if iterations == 0 or (seconds is not None and seconds <= START_S):
-            return True
+    told = _told(events)
+    if told is not None or steps_before(events, first) > 0:
+        return told == "start"
     starts = [e for e in of(events, "nccl.transport", "nccl.ready", "job.started") if before(e, first)]
     if not starts:
         return False
@@ -113,6 +109,19 @@ def _from_the_start(events: Sequence[Event], first: Event) -> bool:
     if latest.time_ns is not None and first.time_ns is not None:
         return (first.time_ns - latest.time_ns) / 1e9 <= START_S
     return any(e.signature == "nccl.transport" for e in starts)
+
+
+def _told(events: Sequence[Event]) -> str | None:
+    """What somebody wrote about the job's life: "start" when it made no step, "worked" when it had run."""
+    for event in of(events, "job.elapsed"):
+        attrs = event.attrs
+        iterations = 0 if str(attrs.get("iterations", "")).lower() == "no" else number(attrs.get("iterations"))
+        if (iterations is not None and iterations > 0) or attrs.get("unit"):
+            return "worked"
+        seconds = number(attrs.get("seconds"))
+        if iterations == 0 or attrs.get("start") or (seconds is not None and seconds <= START_S):
+            return "start"
+    return None
 
 
 def transport_changes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
