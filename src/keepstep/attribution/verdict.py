@@ -114,12 +114,14 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
     entity = Entity() if cause is None else _entity(cause)
     chance = scores.chances[fault_class]
+    # A record that nothing takes back has to be taken back by somebody.
+    asks = any(s.entry.role == "recovery" and s.entry.action == "ask_human" for s in seen)
     verdict = Verdict(
         fault_class=fault_class,
         signature="none" if cause is None else cause.entry.id,
         confidence=chance,
         tier=tier_of(chance, cause is not None, priors),
-        action="none",
+        action="ask_human" if asks else "none",
         no_current_fault=True,
         entity=entity,
         first_cause=None if cause is None else cause.event,

@@ -20,7 +20,9 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
@@ -194,12 +196,18 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
+        monitors = monitor_events(document, whole.catalog)
         for event in line_events(document, whole.matcher, whole.catalog):
-            found.add(event)
+            if event.evidence.line not in monitors.claimed:
+                found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        seen = _completed(monitors.events, document)
+        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
+        if read_as == OWN_RECORD:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
@@ -213,6 +221,8 @@ def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
+        if events is not None and name == OWN_RECORD:
+            return name, _completed(events, document)
         if events is not None:
             read_as.append(name)
             found += events
