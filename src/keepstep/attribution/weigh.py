@@ -91,11 +91,14 @@ def absence(seen: Sequence[Seen], priors: Priors) -> Term | None:
     return Term("no sign seen", 1.0, weights, "each class usually leaves one") if weights else None
 
 
-def weigh(seen: Sequence[Seen], priors: Priors) -> Scores:
-    """Scores of all classes. Each signature counts once, whatever the number of places it shows at."""
+def weigh(seen: Sequence[Seen], priors: Priors, *, benign: bool = False) -> Scores:
+    """Scores of all classes. Each signature counts once, whatever the number of places it shows at.
+
+    `benign`: what is benign counts too, to say whose it is where nothing else was seen.
+    """
     groups: dict[str, list[tuple[int, Seen]]] = defaultdict(list)
     for index, one in enumerate(seen):
-        if one.entry.weights and one.entry.role not in ("noise", "action"):
+        if one.entry.weights and (benign or one.entry.role != "noise"):
             groups[one.entry.id].append((index, one))
     terms = [term_of(s, members, seen, priors) for s, members in sorted(groups.items())]
     against = absence(seen, priors)
