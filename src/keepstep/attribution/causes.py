@@ -52,8 +52,8 @@ class Seen(NamedTuple):
 
     @property
     def can_be_cause(self) -> bool:
-        """A root, or a cascade that nothing explains."""
-        return self.entry.role == "root" or (self.entry.role == "cascade" and self.explained is None)
+        """A root, or a cascade or somebody's action that nothing explains."""
+        return self.entry.role == "root" or (self.entry.role in ("cascade", "action") and self.explained is None)
 
     def weight(self, name: FaultClass) -> float:
         """Log-odds that the catalog gives this sign for a class."""
@@ -156,7 +156,7 @@ def with_explanations(seen: Sequence[Seen], job_nodes: frozenset[str] = frozense
     found = []
     for index, one in enumerate(seen):
         by = None
-        if one.entry.role in ("root", "cascade", "symptom"):
+        if one.entry.role in (*FAILING, "action"):
             by = next((i for i in able if i != index and explains(seen[i], one, job_nodes)), None)
         found.append(one._replace(explained=by))
     return [one._replace(later=_is_later(one, found)) for one in found]

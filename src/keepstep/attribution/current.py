@@ -20,8 +20,9 @@ PROGRESS = "job.progress"
 
 STOPPING_KINDS = frozenset(
     {"rank.exit", "rank.exception", "rank.stall", "rank.crash", "rank.missing", "collective.timeout", "collective.abort"}
-    | {"nccl.error", "host.oom", "node.condition", "job.failed", "job.ended", "sched.node_fail", "sched.preempt", "sched.oom"}
-    | {"sched.evict", "sched.time_limit", "sched.cancel", "sched.launch_failed", "sched.unreachable"}
+    | {"nccl.error", "storage.error", "host.oom", "node.condition", "job.failed", "job.ended"}
+    | {"sched.node_fail", "sched.preempt", "sched.oom", "sched.evict", "sched.time_limit", "sched.cancel"}
+    | {"sched.launch_failed", "sched.unreachable"}
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
 Not among them: what goes wrong silently while steps go on (data that is repeated, saves that fail, a GPU that wears out)."""
@@ -107,6 +108,8 @@ def outlived(event: Event, sign: Event) -> bool:
     """Whether a sign that the job works came so long after the event that it proves something."""
     if sign.kind != PROGRESS:
         return begin_after(event, sign)
+    if event.kind.startswith("rank.") and None not in (event.rank, sign.rank) and event.rank != sign.rank:
+        return False  # what stopped one rank is not disproved by another that ran ahead
     end, last = end_of(event), end_of(sign)
     gap = gap_s(end, last)
     if gap is not None and not {end.time_quality, last.time_quality} & {"neighbour", "none"}:

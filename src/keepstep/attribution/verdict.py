@@ -108,7 +108,7 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         return None
     past = [_past(e, catalog) for e in stale]
     counted = [*seen, *(p for p in past if p is not None)]
-    scores = weigh([s._replace(outlived=False) for s in counted], _calm(priors))
+    scores = weigh([s._replace(outlived=False) for s in counted], _calm(priors), benign=True)
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
