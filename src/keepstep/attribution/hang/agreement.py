@@ -12,13 +12,13 @@ from keepstep.records.flightrecorder import UNKNOWN, Operation, Part
 
 
 class Dispute(NamedTuple):
-    """Ranks that called something else than `others` did, which most ranks called; on a tie all ranks of both sides.
+    """Ranks that called something else than most did; on a tie all of them. `called`: what each rank called, where that is known.
 
     `out_of_order`: one side's operation is one of the other's at another place: the ranks have lost step.
     """
 
     odd: dict[int, Operation]
-    others: Operation
+    called: dict[int, Operation]
     out_of_order: bool
 
 
@@ -33,7 +33,7 @@ def dispute(world: World, meeting: Meeting) -> Dispute | None:
     leading = [operation for operation, count in counts if count == most]
     tied = any(not agree(leading[0], other) for other in leading[1:])
     odd = {rank: op for rank, op in called.items() if tied or not agree(op, leading[0])}
-    return Dispute(odd, leading[0], _out_of_order(world, meeting, odd, leading[0], set(called) - set(odd)))
+    return Dispute(odd, called, _out_of_order(world, meeting, odd, called))
 
 
 def agree(one: Operation, other: Operation) -> bool:
@@ -67,26 +67,32 @@ def _at(part: Part, sequence: int) -> int:
 
 
 def _out_of_order(
-    world: World, meeting: Meeting, odd: Mapping[int, Operation], others: Operation, agreeing: set[int]
+    world: World, meeting: Meeting, odd: Mapping[int, Operation], called: Mapping[int, Operation]
 ) -> bool:
-    """Whether a rank that differs is ahead of, or behind, an agreeing one, rather than wrong about this one operation."""
+    """Whether a rank that differs is ahead of, or behind, another one, rather than wrong about this one operation."""
     parts, sequence = world.parts[meeting.group], meeting.sequence
-    for rank, operation in odd.items():
-        part = parts.get(rank)
-        for other in sorted(agreeing or odd.keys() - {rank})[:4]:
-            if part is None or other not in parts:
-                continue
-            following = _at(part, sequence + 1), _at(parts[other], sequence + 1)
+    usual = sorted(called.keys() - odd.keys()) or sorted(odd)
+    for rank, mine in odd.items():
+        for other in [r for r in usual[:4] if r in parts and rank in parts and not agree(called[r], mine)]:
+            following = _at(parts[rank], sequence + 1), _at(parts[other], sequence + 1)
             if UNKNOWN not in following and agree(*(operation_of(world, number) for number in following)):
                 continue
-            if operation in _around(world, parts[other], sequence) or others in _around(
-                world, part, sequence, later=True
-            ):
+            theirs = called[other]
+            if mine in _after(world, parts[other], sequence) or theirs in _after(world, parts[rank], sequence):
+                return True
+            if mine in _before(world, parts[other], sequence) and theirs in _before(world, parts[rank], sequence):
                 return True
     return False
 
 
-def _around(world: World, part: Part, sequence: int, *, later: bool = False) -> list[Operation]:
-    """What a rank called before and after a collective, or only after it."""
-    places = [n for n, number in enumerate(part.recent) if number != UNKNOWN and part.since + n != sequence]
-    return [operation_of(world, part.recent[n]) for n in places if not later or part.since + n > sequence]
+def _before(world: World, part: Part, sequence: int) -> list[Operation]:
+    return _recent(world, part, range(part.since, sequence))
+
+
+def _after(world: World, part: Part, sequence: int) -> list[Operation]:
+    return _recent(world, part, range(sequence + 1, part.since + len(part.recent)))
+
+
+def _recent(world: World, part: Part, sequences: range) -> list[Operation]:
+    numbers = [_at(part, sequence) for sequence in sequences]
+    return [operation_of(world, number) for number in numbers if number != UNKNOWN]

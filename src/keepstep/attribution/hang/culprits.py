@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from keepstep.attribution.hang.agreement import dispute
+from keepstep.attribution.hang.agreement import agree, dispute
+from keepstep.attribution.hang.circles import out_of_step, place_of
 from keepstep.attribution.hang.waiting import Graph, Meeting, Node, ends, late_for, make_graph
 from keepstep.attribution.hang.wording import (
     count_text,
@@ -17,7 +18,7 @@ from keepstep.attribution.hang.wording import (
 )
 from keepstep.attribution.hang.world import World, enqueued_of, make_world, next_of, operation_of
 from keepstep.records.cycle import RankPlace
-from keepstep.records.flightrecorder import UNKNOWN, Operation, Snapshot, Wait
+from keepstep.records.flightrecorder import UNKNOWN, Operation, Snapshot
 from keepstep.records.hang import Culprit, Hang, HangKind
 
 KINDS: tuple[HangKind, ...] = ("absent_rank", "desync", "mismatch", "slow_rank")
@@ -122,7 +123,7 @@ def _accused(world: World, graph: Graph, notes: list[str]) -> Iterator[Accused]:
     waited_for = {node for targets in graph.edges.values() for node in targets}
     for end in ends(world, graph):
         if len(end) > 1:
-            yield from _circle(world, end)
+            yield from _circle(world, graph, end)
         elif end[0] >= 0:
             if end[0] in waited_for:
                 yield _rank_at_the_end(world, graph, end[0], late)
@@ -193,7 +194,8 @@ def _meeting_at_the_end(
     if disagree is not None:
         kind: HangKind = "desync" if disagree.out_of_order else "mismatch"
         for rank, operation in sorted(disagree.odd.items()):
-            yield _differs(world, meeting, kind, rank, operation, disagree.others)
+            other = next(r for r, theirs in sorted(disagree.called.items()) if not agree(theirs, operation))
+            yield _differs(world, meeting, kind, rank, operation, other, disagree.called[other])
         return
     members = world.snapshot.groups[meeting.group].ranks
     done = [rank for rank in members if next_of(world, meeting.group, rank) > meeting.sequence]
@@ -238,45 +240,30 @@ def _unstarted(world: World, meeting: Meeting, rank: int, started: int) -> Accus
 
 
 def _differs(
-    world: World, meeting: Meeting, kind: HangKind, rank: int, operation: Operation, others: Operation
+    world: World, meeting: Meeting, kind: HangKind, rank: int, mine: Operation, other: int, theirs: Operation
 ) -> Accused:
-    head = world.heads.get(rank)
-    here = f", at {head.where}" if head is not None and head.where else ""
-    there = next((world.heads[r].where for r in meeting.waiting if r != rank and _calls(world, r) == others), "")
-    there = f", at {there}" if there else ""
-    lost = ": they have lost step with each other" if kind == "desync" else ""
+    def at_line(who: int) -> str:
+        head = world.heads.get(who)
+        return f", at {head.where}" if head is not None and head.where and who in meeting.waiting else ""
+
     why = (
         f"as collective {meeting.sequence} of group {group_name(world.snapshot.groups[meeting.group])} this rank calls "
-        f"{operation_text(operation)}{here}; others call {operation_text(others)}{there}{lost}"
+        f"{operation_text(mine)}{at_line(rank)}; others, as rank {other}, call {operation_text(theirs)}{at_line(other)}"
     )
-    return Accused(kind, rank, why, meeting.group, operation_name(operation), meeting.sequence, len(meeting.waiting))
+    why += ": they have lost step with each other" if kind == "desync" else ""
+    return Accused(kind, rank, why, meeting.group, operation_name(mine), meeting.sequence, len(meeting.waiting))
 
 
-def _calls(world: World, rank: int) -> Operation:
-    return operation_of(world, world.heads[rank].operation)
-
-
-def _circle(world: World, end: list[Node]) -> Iterator[Accused]:
-    """Ranks that wait for each other in different operations. Where most wait in one, the others have left the common order."""
+def _circle(world: World, graph: Graph, end: list[Node]) -> Iterator[Accused]:
+    """Ranks that wait for each other in different operations."""
     ranks = sorted(node for node in end if node >= 0)
-    by_place: dict[tuple[int, int, bool], list[int]] = {}
-    for rank in ranks:
+    odd = out_of_step(world, graph, end)
+    for rank in odd:
         head = world.heads[rank]
-        by_place.setdefault((head.group, head.sequence, bool(head.transfers)), []).append(rank)
-    places = sorted(by_place.values(), key=len)
-    odd = [rank for place in places[:-1] for rank in place]
-    if len(places) < 2 or len(places[-1]) == len(places[-2]):
-        odd = ranks
-    for rank in sorted(odd):
-        head = world.heads[rank]
-        across = next((r for r in ranks if _place(world.heads[r]) != _place(head)), rank)
+        across = next((r for r in ranks if place_of(world, r) != place_of(world, rank)), rank)
         why = (
             f"ranks wait for each other: this rank in {wait_text(world, head)}; "
             f"rank {across} in {wait_text(world, world.heads[across])} (in the circle: {ranks_text(ranks)})"
         )
         operation = operation_of(world, head.operation).name or None
         yield Accused("desync", rank, why, head.group, operation, head.sequence, len(ranks) - len(odd))
-
-
-def _place(wait: Wait) -> tuple[int, int, bool]:
-    return wait.group, wait.sequence, bool(wait.transfers)

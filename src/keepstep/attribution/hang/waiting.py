@@ -110,15 +110,20 @@ def ends(world: World, graph: Graph) -> list[list[Node]]:
     """
     edges = graph.edges
     for sends_only in (True, False):
-        found = [end for end in _sinks(edges) if len(end) > 1]
-        if not found:
-            break
-        edges = dict(edges)
-        for node in (node for end in found for node in end if node >= 0):
-            head = world.heads.get(node)
-            if head is not None and head.transfers:
-                edges[node] = [peer for peer in edges[node] if not _is_weak(world, node, peer, head, sends_only)]
+        circles = [end for end in _sinks(edges) if len(end) > 1]
+        for circle in circles:
+            opened = edges | {node: _strong(world, edges, node, sends_only) for node in circle}
+            if not is_circular(opened, set(circle)):
+                edges = opened
     return _sinks(edges)
+
+
+def _strong(world: World, edges: dict[Node, list[Node]], node: Node, sends_only: bool) -> list[Node]:
+    """Where a node leads to, less the transfers that may not be waited for."""
+    head = world.heads.get(node)
+    if head is None or not head.transfers:
+        return edges[node]
+    return [peer for peer in edges[node] if not _is_weak(world, node, peer, head, sends_only)]
 
 
 def _is_weak(world: World, rank: int, peer: int, head: Wait, sends_only: bool) -> bool:
@@ -130,11 +135,28 @@ def _is_weak(world: World, rank: int, peer: int, head: Wait, sends_only: bool) -
     return not any(Transfer(t.group, rank, not t.sends) in open_there for t in between)
 
 
+def is_circular(edges: dict[Node, list[Node]], among: set[Node]) -> bool:
+    """Whether some of these nodes wait for each other in a circle."""
+    inside = {node: [other for other in edges.get(node, ()) if other in among] for node in among}
+    return any(len(component) > 1 for component in _components(inside))
+
+
 def _sinks(edges: dict[Node, list[Node]]) -> list[list[Node]]:
-    """Strongly connected components without an edge to another one (Tarjan, without recursion)."""
+    """Components without an edge to another one."""
+    components = _components(edges)
+    number = {node: n for n, members in enumerate(components) for node in members}
+    return [
+        members
+        for n, members in enumerate(components)
+        if all(number[other] == n for node in members for other in edges.get(node, ()))
+    ]
+
+
+def _components(edges: dict[Node, list[Node]]) -> list[list[Node]]:
+    """Strongly connected components (Tarjan's algorithm, without recursion)."""
     order: dict[Node, int] = {}
     low: dict[Node, int] = {}
-    component: dict[Node, int] = {}
+    done: set[Node] = set()
     stack: list[Node] = []
     found: list[list[Node]] = []
     nothing: list[Node] = []
@@ -142,11 +164,11 @@ def _sinks(edges: dict[Node, list[Node]]) -> list[list[Node]]:
         work = [] if root in order else [(root, 0)]
         while work:
             node, at = work.pop()
+            following = edges.get(node, nothing)
             if at == 0:
                 order[node] = low[node] = len(order)
                 stack.append(node)
-            following = edges.get(node, nothing)
-            if at > 0 and following[at - 1] not in component:
+            elif following[at - 1] not in done:
                 low[node] = min(low[node], low[following[at - 1]])
             while at < len(following):
                 other = following[at]
@@ -154,20 +176,16 @@ def _sinks(edges: dict[Node, list[Node]]) -> list[list[Node]]:
                 if other not in order:
                     work += [(node, at), (other, 0)]
                     break
-                if other not in component:
+                if other not in done:
                     low[node] = min(low[node], order[other])
             else:
                 if low[node] == order[node]:
                     members: list[Node] = []
                     while not members or members[-1] != node:
                         members.append(stack.pop())
-                        component[members[-1]] = len(found)
+                    done.update(members)
                     found.append(members)
-    return [
-        members
-        for number, members in enumerate(found)
-        if all(component[other] == number for node in members for other in edges.get(node, nothing))
-    ]
+    return found
 
 
 def late_for(graph: Graph) -> dict[int, list[int]]:

@@ -170,19 +170,25 @@ def _is_over(entry: dict[Any, Any], name: str, track: _Track) -> bool:
 def _names_by_order(dump: Dump, tracks: dict[int, _Track]) -> dict[int, Configured]:
     """Groups of which no entry tells the name: both torch's names and a rank's own numbers count up as groups are made.
 
-    {} when there are more names than numbers, when names are no numbers, or when entries contradict.
+    Between two groups whose name and number are known, as many names as numbers are one to one; else nothing is known of them.
     """
-    missing = dump.status.keys() - tracks.keys()
-    if (
-        not missing
-        or len(dump.status) != len(dump.groups)
-        or not all(n.isdecimal() and len(n) < 10 for n in dump.groups)
-    ):
+    names = sorted((name for name in dump.groups if name.isdecimal() and len(name) < 10), key=int)
+    if len(names) < len(dump.groups):
         return {}
-    by_order = dict(zip(sorted(dump.status), sorted(dump.groups, key=int), strict=True))
-    if any(by_order.get(number) != track.group.name for number, track in tracks.items()):
+    known = sorted(
+        (number, int(track.group.name)) for number, track in tracks.items() if track.group.name in dump.groups
+    )
+    if known != sorted(known, key=lambda pair: pair[1]):
         return {}
-    return {number: dump.groups[by_order[number]] for number in sorted(missing)}
+    found: dict[int, Configured] = {}
+    low_number, low_name = -1, -1
+    for high_number, high_name in [*known, (MAX_SEQUENCE, MAX_SEQUENCE)]:
+        numbers = sorted(n for n in dump.status if low_number < n < high_number)
+        between = [name for name in names if low_name < int(name) < high_name]
+        if len(numbers) == len(between):
+            found.update(zip(numbers, (dump.groups[name] for name in between), strict=True))
+        low_number, low_name = high_number, high_name
+    return found
 
 
 # ---- collectives
