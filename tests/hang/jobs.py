@@ -171,7 +171,8 @@ def dump(
     numbers = numbered(program)
     mine = [name for name, ranks in groups.ranks.items() if rank in ranks]
     ids = {name: index for index, name in enumerate(mine)}
-    entries, counts = [], defaultdict(int)
+    entries: list[dict[str, Any]] = []
+    counts: dict[str, int] = defaultdict(int)
     summary = {
         name: {"last_enqueued_collective": -1, "last_started_collective": -1, "last_completed_collective": -1}
         for name in mine

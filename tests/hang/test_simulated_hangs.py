@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hang.jobs import Groups, Op, Rank, dump, judge, megatron, play, ranks, waited_for, write
 from keepstep.records.hang import Hang
+from tests.hang.jobs import Groups, Op, Rank, dump, judge, megatron, play, ranks, waited_for, write
 
 SHAPES = st.sampled_from([(2, 2, 2), (2, 3, 2), (1, 2, 4), (4, 1, 2), (2, 1, 1), (1, 1, 5), (2, 4, 2)])
 

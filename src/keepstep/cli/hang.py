@@ -127,7 +127,7 @@ def render(result: Hang, console: Console, *, wide: bool = False) -> None:
     more = "" if wide or len(result.ranks_missing) <= SHOWN else ", ..."
     console.print(
         Text(
-            f"{len(result.ranks_seen)} ranks seen"
+            f"ranks seen: {len(result.ranks_seen)}"
             + (f"; no dump, or an empty one, of {missing}{more}" if missing else "")
         )
     )

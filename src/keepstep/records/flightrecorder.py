@@ -26,11 +26,15 @@ class Operation(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A process group. `ranks` are global, in the order of the group; where no dump says who belongs to it, those that used it."""
+    """A process group. `ranks` are global, in the order of the group.
+
+    `told`: a dump says who belongs to it, as NCCL's do and gloo's do not; else `ranks` are those that used it.
+    """
 
     name: str
     desc: str
     ranks: tuple[int, ...]
+    told: bool
 
 
 class Part(NamedTuple):

@@ -207,12 +207,18 @@ def _meeting_at_the_end(
     elif timed and not done and 0 < len(unstarted) < len(meeting.waiting):
         for rank in unstarted:
             yield _unstarted(world, meeting, rank, len(meeting.waiting) - len(unstarted))
+    elif not world.snapshot.groups[meeting.group].told:
+        for rank in meeting.waiting:
+            ahead = _largest(graph, late.get(rank, []))
+            if ahead is not None:
+                what = (
+                    f"it is in {wait_text(world, world.heads[rank])}, and no dump tells who else belongs to that group"
+                )
+                yield _absent(world, rank, ahead, what)
     else:
-        came = (
-            "all members have come" if len(meeting.waiting) + len(done) >= len(members) else "nobody else is expected"
-        )
+        here = count_text(len(meeting.waiting))
         notes.append(
-            f"{count_text(len(meeting.waiting))} in {wait_text(world, meeting.wait, line=False)}: {came} and nobody lags. "
+            f"{here} in {wait_text(world, meeting.wait, line=False)}: all members have come and nobody lags. "
             "If this lasts, suspect the network between them, or a kernel before it that does not end"
         )
 

@@ -101,14 +101,16 @@ def _tree(data: bytes) -> Any:
 def _minor(version: Any) -> int:
     match = _VERSION.match(version) if isinstance(version, str) else None
     if match is None:
-        raise DumpError(f"no version of the form 2.10, but {bounded_repr(version)}")
+        raise DumpError(f"no version of the form 2.10, but {_shown(version)}")
     if int(match[1]) != MAJOR:
         raise DumpError(f"version {match[0]}: this keepstep reads {MAJOR}.x, other major versions have other fields")
     return int(match[2])
 
 
-def bounded_repr(value: Any) -> str:
-    """`repr` of a value from a dump, of a container only its type: it may be deep, or contain itself."""
+def _shown(value: Any) -> str:
+    """A value for a message; of a container only its type: it may be deep, or contain itself."""
+    if type(value) is int and value.bit_length() > 64:
+        return "a large number"
     return repr(value)[:80] if isinstance(value, str | int | float | None) else type(value).__name__
 
 
@@ -119,13 +121,16 @@ def _groups(config: Any) -> dict[str, Configured]:
     for name, fields in config.items():
         if type(name) is str and type(fields) is dict:
             desc, ranks = fields.get("desc"), fields.get("ranks")
-            found[name] = Configured(name[:MAX_NAME], text(desc), ranks if type(ranks) is str else "")
+            found[name] = Configured(text(name), text(desc), ranks if type(ranks) is str else "")
     return found
 
 
 def text(value: Any) -> str:
-    """A text of a dump, cut to MAX_NAME; "" for anything else."""
-    return value[:MAX_NAME] if type(value) is str else ""
+    """A text of a dump, cut to MAX_NAME, without what could control a terminal; "" for anything else."""
+    if type(value) is not str:
+        return ""
+    cut = value[:MAX_NAME]
+    return cut if cut.isprintable() else "".join(char if char.isprintable() else "?" for char in cut)
 
 
 def _status(status: Any) -> dict[int, Status]:

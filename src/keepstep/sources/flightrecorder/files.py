@@ -76,6 +76,11 @@ def rank_of_name(name: str) -> int | None:
     return int(end[1]) if end else None
 
 
+def shown(path: str) -> str:
+    """A path for a message: names of files may hold bytes that are no text."""
+    return os.fsencode(path).decode(errors="replace")
+
+
 def find_dumps(paths: Sequence[str]) -> Found:
     """Dumps in files, folders and run folders (there the newest cycle that has some).
 
@@ -200,6 +205,9 @@ def _unzstd(data: bytes) -> bytes:
     # A window is memory: no more of it than a dump may have bytes.
     reader = zstandard.ZstdDecompressor(max_window_size=MAX_DUMP_BYTES).stream_reader(data, read_across_frames=True)
     try:
-        return reader.read(MAX_DUMP_BYTES + 1)
+        content = reader.read(MAX_DUMP_BYTES + 1)
     except zstandard.ZstdError as error:
         raise DumpError(f"damaged zstd: {error}") from None
+    if not content:
+        raise DumpError("damaged zstd: it ends early")  # the library takes that for the end of the content
+    return content

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keepstep.records.errors import StorageError
 from keepstep.records.flightrecorder import UNKNOWN, Group, Operation, Part, RankState, Snapshot, Wait
 from keepstep.sources.flightrecorder.dump import NEWEST_MINOR, Configured, DumpError, NotADumpError, parse_dump
-from keepstep.sources.flightrecorder.files import Source, read_bytes
+from keepstep.sources.flightrecorder.files import Source, read_bytes, shown
 from keepstep.sources.flightrecorder.summary import DEFAULT_GROUP, Tables, members, rank_of, summarise
 
 POOL_FROM_FILES = 256
@@ -64,9 +64,9 @@ def read_chunk(sources: Sequence[Source]) -> Chunk:
         try:
             _read_one(source, tables, chunk)
         except NotADumpError as error:
-            (chunk.unreadable if source.sure else chunk.not_dumps).append(f"{source.path}: {error}")
+            (chunk.unreadable if source.sure else chunk.not_dumps).append(f"{shown(source.path)}: {error}")
         except DumpError as error:
-            chunk.unreadable.append(f"{source.path}: {error}")
+            chunk.unreadable.append(f"{shown(source.path)}: {error}")
     return chunk._replace(groups=list(tables.groups), operations=list(tables.operations))
 
 
@@ -84,7 +84,9 @@ def _read_one(source: Source, tables: Tables, chunk: Chunk) -> None:
     state, bad = summarise(dump, rank, source.path, tables)
     chunk.ranks.append(state)
     if bad:
-        chunk.notes.append(f"{source.path}: {bad} of {len(dump.entries)} operations make no sense and are left out")
+        chunk.notes.append(
+            f"{shown(source.path)}: {bad} of {len(dump.entries)} operations make no sense and are left out"
+        )
     if dump.minor > NEWEST_MINOR:
         chunk.notes.append(
             f"dumps have version 2.{dump.minor}, newer than 2.{NEWEST_MINOR}; fields added since are not read"
@@ -128,7 +130,7 @@ class _Merge:
             known = self.ranks.get(state.rank)
             if known is not None:
                 self.notes.append(
-                    f"rank {state.rank} has two dumps, {known.file} and {state.file}; the fuller one is used"
+                    f"rank {state.rank} has two dumps, {shown(known.file)} and {shown(state.file)}; the fuller one is used"
                 )
                 if len(known.parts) >= len(state.parts):
                     continue
@@ -169,10 +171,11 @@ class _Merge:
         if any(number != other for number, other in enumerate(same)):
             numbers = list(range(len(self.tables.operations)))
             ranks = [self._state(state, same, numbers) for state in ranks]
-        found = [Group(group.name, group.desc, members(group.ranks)) for group in groups]
+        found = [Group(group.name, group.desc, members(group.ranks), bool(group.ranks)) for group in groups]
         for number, who in _users(ranks, {n for n, group in enumerate(found) if not group.ranks}).items():
             everybody = expected.union(state.rank for state in ranks) if found[number].desc == DEFAULT_GROUP else who
-            found[number] = found[number]._replace(ranks=tuple(sorted(everybody)))
+            told = found[number].desc == DEFAULT_GROUP
+            found[number] = found[number]._replace(ranks=tuple(sorted(everybody)), told=told)
         return Snapshot(found, list(self.tables.operations), ranks, expected, self.unreadable, self.notes)
 
 

@@ -126,7 +126,7 @@ def _tracks(dump: Dump) -> tuple[dict[int, _Track], int]:
         if type(number) is not int or type(sequence) is not int or type(name) is not str:
             bad += 1
             continue
-        if not 0 <= sequence < MAX_SEQUENCE:
+        if not (0 <= sequence < MAX_SEQUENCE and 0 <= number < MAX_SEQUENCE):
             bad += 1
             continue
         track = tracks.get(number)
@@ -154,7 +154,7 @@ def _group_of(entry: dict[Any, Any], dump: Dump) -> Configured:
     name = desc = ""
     if type(names) in (tuple, list) and len(names) == 2:
         name, desc = text(names[0]), text(names[1])
-    return dump.groups.get(name) or Configured(name or f"pg_id {str(entry.get('pg_id'))[:20]}", desc, "")
+    return dump.groups.get(name) or Configured(name or f"pg_id {entry['pg_id']}", desc, "")
 
 
 def _ends_batch(name: str, transfer: int, track: _Track) -> bool:
@@ -231,7 +231,8 @@ def _operation(entries: list[dict[Any, Any]]) -> Operation:
     """What a collective is; several entries with one sequence number were issued as one (see torch issue 139280)."""
     if len(entries) != 1:
         return Operation("")
-    name = entries[0]["profiling_name"].partition(":")[2][:80] or entries[0]["profiling_name"][:80]
+    backend, _, name = text(entries[0]["profiling_name"]).partition(":")
+    name = name or backend
     if _UNLIKE.search(name):
         return Operation(name)
     for pattern, side in ((_INPUTS, "input"), (_OUTPUTS, "output")):
@@ -281,15 +282,22 @@ def _open_transfers(track: _Track, group: int, entries: list[Any], tables: Table
         batch = [entries[i] for i in at]
         if any(entry.get("state") == "completed" for entry in batch):
             continue
-        status = track.status
-        if len(batch) > 1 and status is not None and status.enqueued >= newest and status.completed >= sequence:
-            continue  # the entry that closed it is left out of dumps of what is active
+        if _is_over_by_status(track, sequence, newest, batch):
+            continue
         transfers = tuple(sorted({t for entry in batch if (t := _transfer(entry, group, track.group)) is not None}))
         if transfers:
             names = {"send" if t.sends else "recv" for t in transfers}
             operation = tables.operation(Operation("/".join(sorted(names))))
             started = any(map(_is_started, batch))
             yield at[0], Wait(group, sequence, operation, transfers[:MAX_TRANSFERS], started, where(batch[0]))
+
+
+def _is_over_by_status(track: _Track, sequence: int, newest: int, batch: list[dict[Any, Any]]) -> bool:
+    """Whether the recorder's summary tells that a batch is over whose closing entry is missing, as in dumps of what is active."""
+    if len(batch) == 1 or track.status is None or any("coalesced" in entry["profiling_name"] for entry in batch):
+        return False
+    # The summary is about transfers only if the newest of them is the newest operation.
+    return track.status.enqueued == newest and track.status.completed >= sequence
 
 
 def _transfer(entry: dict[Any, Any], group: int, configured: Configured) -> Transfer | None:
@@ -318,7 +326,7 @@ def where(entry: dict[Any, Any]) -> str:
     for frame in frames[:MAX_FRAMES] if type(frames) is list else ():
         if type(frame) is dict:
             file, line, name = text(frame.get("filename")), frame.get("line"), text(frame.get("name"))
-            if file and type(line) is int and not _NOT_THE_USERS.search(file):
+            if file and type(line) is int and 0 <= line < 1 << 31 and not _NOT_THE_USERS.search(file):
                 return f"{file}:{line}" + (f" in {name}" if name else "")
     return ""
 
