@@ -71,7 +71,8 @@ def hang_events(hang: Hang | None, dumps: Sequence[str], catalog: Catalog) -> li
     A few dumps of many ranks blame nobody for being absent: those that are not here may not have been given.
     """
     if hang is None:
-        return []
+        # Dumps that cannot be told apart, or none.
+        return [_hang_event("hang.no_fault", None, {}, dumps[0], catalog)] if dumps else []
     few = 2 * len(hang.ranks_seen) < len(hang.ranks_seen) + len(hang.ranks_missing) or len(hang.ranks_seen) == 1
     if hang.kind == "no_fault" or (few and hang.kind == "absent_rank"):
         return [_hang_event("hang.no_fault", None, {}, dumps[0], catalog)]
