@@ -9,6 +9,7 @@ the line (RE2) and works on bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
@@ -80,12 +81,14 @@ class Matcher:
         self._clauses: list[tuple[frozenset[int], ...]] = []
         self._started_by: dict[int, _Started] = {}
         self._loose: list[int] = []
+        loose: list[bytes] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
             clauses = ordinary.rarest(needs(text))
             known = tuple(frozenset(numbers.setdefault(x, len(numbers)) for x in clause) for clause in clauses)
             self._clauses.append(known[1:])
             if not known:
                 self._loose.append(index)
+                loose.append(_in_a_chunk(text))
             for number in known[0] if known else ():
                 started = self._started_by.setdefault(number, _Started([], []))
                 enough = all(number in clause for clause in known[1:])
@@ -93,8 +96,8 @@ class Matcher:
         expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
         # In order, so that common beginnings are one path of the automaton.
-        starting = b"|".join(sorted(expressions[number] for number in self._started_by))
-        self._any = re2.compile(starting or rb"[^\x00-\xff]", options)
+        starting = sorted(expressions[number] for number in self._started_by) + loose
+        self._any = re2.compile(b"|".join(starting) or rb"[^\x00-\xff]", options)
         self._which = re2.Set.SearchSet(options)
         for expression in expressions:
             self._which.Add(expression)
@@ -102,7 +105,7 @@ class Matcher:
 
     @property
     def loose(self) -> list[Signature]:
-        """Signatures with a pattern that requires no literal: each makes the matcher look at every single line."""
+        """Signatures with a pattern that requires no literal: it is in the first automaton as it is, which makes that larger."""
         return [self._patterns[index].signature for index in self._loose]
 
     def match_line(self, line: str) -> list[Match]:
@@ -133,16 +136,16 @@ class Matcher:
 
     def candidates(self, chunk: bytes) -> Iterator[tuple[int, int]]:
         """Start and end of the lines that may match, which no other line does; for callers that change lines before matching."""
+        if b"\r" in chunk:
+            chunk = chunk.replace(b"\r", b"\n")
         at, size = 0, len(chunk)
-        carriages = b"\r" in chunk
         while at < size:
-            found = at
-            if not self._loose:
-                literal = self._any.search(chunk, at)
-                if literal is None:
-                    return
-                found = literal.start()
-            start, end = _line_around(chunk, at, found, carriages)
+            found = self._any.search(chunk, at)
+            if found is None:
+                return
+            start = max(chunk.rfind(b"\n", at, found.start()) + 1, at)
+            end = chunk.find(b"\n", found.start())
+            end = size if end < 0 else end
             yield start, end
             at = end + 1
 
@@ -207,6 +210,13 @@ def _expression(literal: _Literal) -> bytes:
     return (f"(?i:{text})" if folded else text).encode()
 
 
+def _in_a_chunk(pattern: str) -> bytes:
+    """A pattern for one line, as it finds that line in a text of many."""
+    ends = {r"\A": "^", r"\z": "$"}
+    text = re.sub(r"\\.", lambda match: ends.get(match[0], match[0]), pattern)
+    return f"(?m:{text})".encode()
+
+
 def _options(**wanted: bool | int) -> re2.Options:
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1
@@ -242,18 +252,6 @@ def _named(pattern: _Pattern, match: re2._Match) -> dict[str, str]:
         return {}
     values = zip(pattern.names, match.groups(), strict=True)
     return {name: value.decode("utf-8", "replace") for name, value in values if name and value is not None}
-
-
-def _line_around(chunk: bytes, low: int, at: int, carriages: bool) -> tuple[int, int]:
-    """Start and end of the line that the byte `at` is in; no line begins before `low`. `carriages`: lines may end with "\\r"."""
-    start = max(chunk.rfind(b"\n", low, at) + 1, low)
-    end = chunk.find(b"\n", at)
-    end = len(chunk) if end < 0 else end
-    if carriages:
-        start = max(chunk.rfind(b"\r", start, at) + 1, start)
-        carriage = chunk.find(b"\r", at, end)
-        end = end if carriage < 0 else carriage
-    return start, end
 
 
 def chunks(stream: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
