@@ -28,6 +28,8 @@ _AUTOMATON_BYTES = 64 * 1024 * 1024
 """Most memory for the states of one automaton; it takes a few MB unless a log holds every literal there is."""
 _SAME_LINE = 64
 """Most codes that are taken from one line: a report of many faults may be one line of JSON."""
+_REMEMBERED = 4096
+"""Sets of literals whose patterns are remembered; logs have a few hundred."""
 _CLAUSES = 3
 """Requirements of a pattern that are checked before it is tried."""
 
@@ -59,13 +61,6 @@ class _Pattern(NamedTuple):
     final: bool
 
 
-class _Started(NamedTuple):
-    """Patterns that a literal starts: those that need nothing else, and those that need more."""
-
-    alone: list[int]
-    more: list[int]
-
-
 _Literal = tuple[str, bool]
 """Its text, with BOUNDARY for a word boundary; whether the case of letters does not matter."""
 
@@ -79,7 +74,8 @@ class Matcher:
         ordinary = _Ordinary(data_text("ordinary.log"))
         numbers: dict[_Literal, int] = {}
         self._clauses: list[tuple[frozenset[int], ...]] = []
-        self._started_by: dict[int, _Started] = {}
+        self._started_by: dict[int, list[int]] = {}
+        self._wanted: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._loose: list[int] = []
         loose: list[bytes] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
@@ -90,9 +86,7 @@ class Matcher:
                 self._loose.append(index)
                 loose.append(_in_a_chunk(text))
             for number in known[0] if known else ():
-                started = self._started_by.setdefault(number, _Started([], []))
-                enough = all(number in clause for clause in known[1:])
-                (started.alone if enough else started.more).append(index)
+                self._started_by.setdefault(number, []).append(index)
         expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
         # In order, so that common beginnings are one path of the automaton.
@@ -118,14 +112,22 @@ class Matcher:
         literals = self._which.Match(line)
         if not literals:
             return self._tried(line, self._loose) if self._loose else []
-        wanted = [*self._loose]
+        key = tuple(literals)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            if len(self._wanted) >= _REMEMBERED:
+                self._wanted.clear()
+            wanted = self._wanted[key] = self._wanted_by(key)
+        return self._tried(line, wanted) if wanted else []
+
+    def _wanted_by(self, literals: Sequence[int]) -> tuple[int, ...]:
+        """Patterns to try on a line that has these literals, in the order of the catalog."""
+        wanted = {*self._loose}
         for literal in literals:
-            started = self._started_by.get(literal)
-            if started is not None:
-                wanted += started.alone
-                if started.more and len(literals) > 1:
-                    wanted += [i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i])]
-        return self._tried(line, sorted(wanted)) if wanted else []
+            for index in self._started_by.get(literal, ()):
+                if all(not clause.isdisjoint(literals) for clause in self._clauses[index]):
+                    wanted.add(index)
+        return tuple(sorted(wanted))
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
