@@ -121,6 +121,13 @@ class Matcher:
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
+        for start, _, end in self.candidates(chunk):
+            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
+            if matches:
+                yield Hit(start, end, matches)
+
+    def candidates(self, chunk: bytes) -> Iterator[tuple[int, int, int]]:
+        """The lines that may match: where each begins, where the words stand that make it one, and where it ends."""
         at, size = 0, len(chunk)
         carriages = b"\r" in chunk
         while at < size:
@@ -131,9 +138,7 @@ class Matcher:
                     return
                 found = literal.start()
             start, end = _line_around(chunk, at, found, carriages)
-            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
-            if matches:
-                yield Hit(start, end, matches)
+            yield start, found, end
             at = end + 1
 
     def _tried(self, line: bytes, patterns: Sequence[int]) -> list[Match]:
