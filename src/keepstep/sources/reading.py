@@ -20,7 +20,9 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
@@ -194,12 +196,18 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
+        monitors = monitor_events(document, whole.catalog)
         for event in line_events(document, whole.matcher, whole.catalog):
-            found.add(event)
+            if event.evidence.line not in monitors.claimed:
+                found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        seen = _completed(monitors.events, document)
+        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
+        if read_as == OWN_RECORD:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
@@ -213,6 +221,8 @@ def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
+        if events is not None and name == OWN_RECORD:
+            return name, _completed(events, document)
         if events is not None:
             read_as.append(name)
             found += events
@@ -280,10 +290,12 @@ def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: S
         near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
         for document in split(path, window.text, near):
             found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
     tail = tail[tail.find(b"\n") + 1 :]
     number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
     for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
         found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
         found += progress_events(document, whole.catalog)
         whole.facts.append(facts_of(document))
     seen: set[tuple[int, str]] = set()
