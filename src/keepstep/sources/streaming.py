@@ -40,8 +40,10 @@ MANY = 16
 COUNTED = 256
 CLOSE_BYTES = 64 << 10
 KNOWN_LINES = 4096
+PREFIX_BYTES = 120
+"""Of a line in which its time stands."""
 _TIMES = re.compile(rb"\d\d:\d\d:\d\d(?:[.,]\d+)?|\[ *\d+\.\d+\]|\d{4}-\d\d-\d\dT?")
-"""What differs between the prefixes of two lines that were written by one writer one after the other."""
+"""Times, which differ between two lines that say the same."""
 
 
 class Hit(NamedTuple):
@@ -121,13 +123,14 @@ class Scanner:
         self.lines += body.count(b"\n") + (not body.endswith(b"\n"))
         number, counted, self._looked = first, 0, 0
         severe: list[tuple[int, int]] = []
-        for start, literal, end in self._matcher.candidates(body):
+        for start, end in self._matcher.candidates(body):
+            raw = body[start : min(end, start + LINE_BYTES)]
+            key = (_TIMES.sub(b"", raw[:PREFIX_BYTES]), raw[PREFIX_BYTES:])
+            known = self._known.get(key)
+            if known is None and not self._matcher.match_bytes(raw):
+                continue
             number += body.count(b"\n", counted, start)
             counted = start
-            key = (_TIMES.sub(b"", body[start:literal]), body[literal : min(end, start + LINE_BYTES)])
-            known = self._known.get(key)
-            if known is not None and not known.matches:
-                continue
             if known is not None and known.seen >= MANY and start - known.end < CLOSE_BYTES and known.untold < COUNTED:
                 known.start, known.end, known.number = start, end, number
                 known.untold += 1
