@@ -252,6 +252,20 @@ class TestLargeLogs:
         events = [e for e in read_lines(tmp_path, text).events if e.kind == "job.progress"]
         assert [e.attrs["last_step"] for e in events] == [2999]
 
+    def test_repeats_of_several_writers_are_counted_for_each(self, tmp_path: Path) -> None:
+        lines = []
+        for n in range(2000):
+            lines.append(f"2031-06-15T12:00:00.{n:06d}Z h{n % 3} kernel: {xid(95, '1a' if n % 2 else '1b')}")
+        events = [e for e in read_lines(tmp_path, "\n".join(lines)).events if e.signature.startswith("xid.95")]
+        counts = {(e.node, e.gpu.pci): e.count for e in events if e.gpu is not None}
+        expected: dict[tuple[str, str], int] = {}
+        for n in range(2000):
+            key = (f"h{n % 3}", f"0000:{'1a' if n % 2 else '1b'}:00.0")
+            expected[key] = expected.get(key, 0) + 1
+        assert counts == expected and len(events) == 6
+        assert max(e.attrs["last_order"] for e in events) == 2000
+        assert max(e.last_ns or 0 for e in events) == NOON + 1999_000
+
     def test_a_storm_between_two_lines(self, tmp_path: Path) -> None:
         lines = [f"[ {n}.000001] {xid(95)}" for n in range(3000)]
         (event,) = read_lines(tmp_path, "\n".join(lines)).events

@@ -136,11 +136,18 @@ _WORDS = frozenset(_ALSO_WORDS.split())
 """Commands that a comment may begin with too: after them an option, a path or nothing must stand."""
 
 
+_RULER = re.compile(r"(?:-{8,}|:{8,})\s*$")
+
+
 def _sections(text: str, outer: Hints, first_number: int) -> list[_Section]:
     found: list[_Section] = []
     current = _Section("", outer, [], [])
-    for number, raw in enumerate(_lines(text), first_number):
+    lines = _lines(text)
+    for index, raw in enumerate(lines):
+        number = first_number + index
         title = section_title(raw) if len(found) < MAX_SECTIONS and raw[:1] else None
+        if title is None and raw and 0 < index < len(lines) - 1 and len(found) < MAX_SECTIONS:
+            title = _between_rulers(lines[index - 1], raw, lines[index + 1])
         if title is None:
             current.numbers.append(number)
             current.raws.append(raw)
@@ -151,6 +158,15 @@ def _sections(text: str, outer: Hints, first_number: int) -> list[_Section]:
     if current.raws or current.title or not found:
         found.append(current)
     return found
+
+
+def _between_rulers(before: str, raw: str, after: str) -> tuple[str, Hints] | None:
+    """A host or a file between two rulers, as dshbak and more(1) set apart what they print."""
+    if before != after or len(raw) > 500 or _RULER.match(before) is None:
+        return None
+    name = raw.strip()
+    hints = of_title(name)
+    return (name, hints) if hints.node == name or _FILE_LIKE.search(name) else None
 
 
 def _lines(text: str) -> list[str]:

@@ -29,7 +29,7 @@ from keepstep.sources.runfolder import RunFolder
 from keepstep.sources.skew import Skew, add_skew, estimate
 from keepstep.sources.storms import Collapser, dedupe, drop_copies
 from keepstep.sources.streaming import LINE_BYTES, Scanner
-from keepstep.sources.textlines import line_events, make_event
+from keepstep.sources.textlines import fits, line_events, make_event
 from keepstep.sources.windows import Cutter
 
 WHOLE_BYTES = 4 << 20
@@ -264,7 +264,8 @@ def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, or
         for hit in scanner.scan(chunk):
             document = Document(path, hit.title, ())
             for match in hit.matches:
-                found.add(make_event(match, hit.line, document))
+                if fits(match, hit.line):
+                    found.add(make_event(match, hit.line, document, hit.repeats))
         tail = (tail + chunk)[-TAIL_BYTES:] if whole.deep else b""
         if scanner.size_bytes > TEXT_LIMIT_BYTES:
             whole.skipped.append(Skipped(path, f"what comes after {TEXT_LIMIT_BYTES >> 30} GiB of text"))
