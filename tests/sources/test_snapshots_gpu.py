@@ -75,15 +75,30 @@ def test_a_fault_names_the_line_that_tells_it() -> None:
 @pytest.mark.parametrize(
     ("text", "title", "signature", "index"),
     [
-        ("    GPU Recovery Action                   : Reset\n", "nvidia-smi -q -i 1 | grep Recovery", "gpu.recovery.reset", 1),
+        (
+            "    GPU Recovery Action                   : Reset\n",
+            "nvidia-smi -q -i 1 | grep Recovery",
+            "gpu.recovery.reset",
+            1,
+        ),
         ("GPU Recovery Action: Node Reboot\n", "", "gpu.recovery.reboot", None),
         ("Remapping Failure Occurred : Yes\n", "nvidia-smi -q -d ROW_REMAPPER --id=3", "gpu.remap_failed", 3),
-        ("  Uncorrectable Error : 1\n  Pending : Yes\n  Remapping Failure Occurred : No\n", "", "gpu.remap_pending", None),
+        (
+            "  Uncorrectable Error : 1\n  Pending : Yes\n  Remapping Failure Occurred : No\n",
+            "",
+            "gpu.remap_pending",
+            None,
+        ),
         ("Remapped Rows\nCorrectable Error : 0\nPending : Yes\n", "", "gpu.remap_pending", None),
         ("            HW Thermal Slowdown           : Active\n", "", "gpu.hw_thermal", None),
         ("HW Power Brake Slowdown : Active\n", "", "gpu.power_brake", None),
         ("    Retired Pages\n        Pending Page Blacklist : Yes\n", "", "gpu.retired_pending", None),
-        ("    Fabric\n        State : Completed\n        Status : Insufficient Resources\n", "", "gpu.fabric_incomplete", None),
+        (
+            "    Fabric\n        State : Completed\n        Status : Insufficient Resources\n",
+            "",
+            "gpu.fabric_incomplete",
+            None,
+        ),
         ("    GPU Reset Status\n        Reset Required : Yes\n", "", "gpu.recovery.reset", None),
     ],
 )
@@ -195,14 +210,17 @@ def test_processes_of_a_query_hold_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "gone"), [("[GPU is lost]", True), ("[Unknown Error]", True), ("ERR!", True), ("[N/A]", False), ("P0", False)]
+    ("cell", "gone"),
+    [("[GPU is lost]", True), ("[Unknown Error]", True), ("ERR!", True), ("[N/A]", False), ("P0", False)],
 )
 def test_cells_that_say_that_the_gpu_is_gone(cell: str, gone: bool) -> None:
     events = parsed(smi_csv.parse, f"index, pstate, utilization.gpu [%]\n0, {cell}, 5 %\n")
     assert bool(of(events, "gpu.lost")) is gone
 
 
-@pytest.mark.parametrize("text", ["name, age\nanna, 3\n", "hello, world\n1, 2\n", "index, value\n1, 2\n", "index, name\n1, b\n", "", "\n\n"])
+@pytest.mark.parametrize(
+    "text", ["name, age\nanna, 3\n", "hello, world\n1, 2\n", "index, value\n1, 2\n", "index, name\n1, b\n", "", "\n\n"]
+)
 def test_other_csv_is_not_taken(text: str) -> None:
     assert smi_csv.parse(document(text), shipped()) is None
     assert smi_full.parse(document(text), shipped()) is None
