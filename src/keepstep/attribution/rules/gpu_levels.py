@@ -22,6 +22,8 @@ MANY_CORRECTED = 1000
 CORRECTED_RATIO = 50
 """Corrected errors since the driver was loaded: this many, and this many times those of the median GPU."""
 RISING_A_SECOND = 1.0
+OTHERS = "others"
+"""Name of what a text calls "the others": a level of all other GPUs."""
 OOM = re.compile(r"cuda_oom|gpu_oom|out_of_memory")
 
 Group = tuple[str | None, str]
@@ -29,7 +31,7 @@ Group = tuple[str | None, str]
 
 def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What samples of GPUs say together."""
-    samples = [e for e in events if e.signature == "gpu.sample"]
+    samples = sorted((e for e in events if e.signature == "gpu.sample"), key=_when)
     found = []
     for group in _groups(samples).values():
         found += _slow_clocks(group, catalog)
@@ -39,6 +41,11 @@ def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         found += _hot(group, catalog)
         found += _many_corrected(group, catalog)
     return [*found, *_rising(samples, catalog), *_held_memory(events, catalog)]
+
+
+def _when(sample: Event) -> tuple[int, str, int]:
+    """The order of samples: by time where they have one, else as they stand in their file."""
+    return sample.time_ns or 0, sample.evidence.path, sample.order
 
 
 def _groups(samples: Iterable[Event]) -> dict[Group, list[Event]]:
@@ -61,6 +68,8 @@ def _value(sample: Event, name: str) -> float | None:
 
 def _who(sample: Event) -> str:
     gpu = sample.gpu
+    if gpu is not None and gpu.uuid == OTHERS:
+        return OTHERS
     name = "" if gpu is None else gpu.pci or gpu.uuid or str(gpu.index)
     return f"{sample.node or ''}/{name}"
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from keepstep.attribution.current import begin_after
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
@@ -68,6 +69,8 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_applications(found, catalog),
         *_gsp(found, events, catalog),
         *_no_rows(found, events, catalog),
+        *_reset_due(found, events, catalog),
+        *_driver_wants(found, catalog),
     ]
 
 
@@ -115,6 +118,31 @@ def _recovered(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
                 [derive(catalog, "derived.xid.superseded", own[-1].event, explains=outdated)] if outdated else []
             )
     return recovered
+
+
+def _driver_wants(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
+    """What the driver wants for a GPU, where nothing else in the text says why."""
+    explained = {x.gpu for x in found if x.code != 154 and x.code not in TEARDOWN}
+    wanted = []
+    for gpu, own in by_gpu(x for x in found if x.code == 154).items():
+        word = str(own[-1].event.attrs.get("recovery_action", ""))
+        if gpu not in explained and word in _WANTS:
+            said = [x.event.signature for x in own]
+            wanted.append(derive(catalog, f"derived.xid.wants_{word}", own[0].event, explains=sorted(set(said))))
+    return wanted
+
+
+def _reset_due(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A row that waits for a reset on a GPU that works: steps were made after it, whatever the error had ended before."""
+    waiting = [x for x in found if x.code == 63]
+    steps = [e for e in events if e.kind == "job.progress"]
+    broken = {x.gpu for x in found if x.code not in (63, 94, 92) and x.code not in TEARDOWN and x.code != 154}
+    explains = ["xid.63", "xid.94", "xid.94.reset", "gpu.remap_pending"]
+    return [
+        derive(catalog, "derived.xid.reset_due", x.event, explains=explains)
+        for x in waiting[:1]
+        if x.gpu not in broken and any(begin_after(x.event, step) for step in steps)
+    ]
 
 
 def _nonfatal_links(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
