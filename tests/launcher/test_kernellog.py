@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from keepstep.launcher.clock import boot_ns
 from keepstep.launcher.health import kernellog
-from keepstep.launcher.health.kernellog import KernelLog, make_log, parse_record, read_log, read_records, write_log
+from keepstep.launcher.health.kernellog import KernelLog, make_log, read_log, write_log
+from keepstep.sources.kernel.records import parse_kmsg, read_records
 
 SHARED = os.environ.get("KEEPSTEP_SHARED")
 XID = "NVRM: Xid (PCI:0000:38:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -23,11 +24,15 @@ XID = "NVRM: Xid (PCI:0000:38:00): 79, pid='<unknown>', name=<unknown>, GPU has 
 class TestRecords:
     def test_fields_and_continuation(self) -> None:
         record = b"4,1101,3158687599,-,caller=T1;oom-kill:constraint=CONSTRAINT_MEMCG; a=b\n SUBSYSTEM=pci\n"
-        assert parse_record(record) == (1101, 3158.687599, "oom-kill:constraint=CONSTRAINT_MEMCG; a=b")
+        assert parse_kmsg(record) == (4, 1101, 3158687599000, "oom-kill:constraint=CONSTRAINT_MEMCG; a=b")
+
+    def test_bytes_that_are_not_printable(self) -> None:
+        parsed = parse_kmsg(rb"6,1,2,-;tab\x09 and \x5cx")
+        assert parsed is not None and parsed.text == "tab\t and \\x"
 
     @given(st.binary(max_size=200))
     def test_what_is_no_record_is_none_and_never_raises(self, data: bytes) -> None:
-        parsed = parse_record(data)
+        parsed = parse_kmsg(data)
         assert parsed is None or b";" in data
 
     def test_one_read_is_one_record_until_there_is_no_more(self) -> None:
@@ -37,14 +42,14 @@ class TestRecords:
             for n in range(5):
                 theirs.send(b"6,%d,%d,-;line %d\n" % (n, n * 1000, n))
             records = read_records(ours.fileno(), time.monotonic() + 5)
-        assert [parse_record(r) for r in records] == [(n, n / 1000, f"line {n}") for n in range(5)]
+        assert [parse_kmsg(r) for r in records] == [(6, n, n * 1_000_000, f"line {n}") for n in range(5)]
 
     @pytest.mark.skipif(SHARED is None, reason="KEEPSTEP_SHARED is not set: no recorded log")
     def test_a_recorded_log(self) -> None:
         lines = (Path(str(SHARED)) / "data/kernel-logs/kmsg.kmsg.1.log").read_bytes().splitlines()
-        parsed = [parse_record(line) for line in lines if line.strip()]
+        parsed = [parse_kmsg(line) for line in lines if line.strip()]
         assert len(parsed) > 20 and None not in parsed
-        sequences = [p[0] for p in parsed if p is not None]
+        sequences = [p.seq for p in parsed if p is not None]
         assert sequences == sorted(sequences)
 
 

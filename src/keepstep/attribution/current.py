@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
-from keepstep.attribution.order import compare, same_text
+from keepstep.attribution.order import compare, gap_s, same_text
 from keepstep.attribution.places import Places, same
-from keepstep.catalog.load import Catalog
+from keepstep.catalog.load import Catalog, named
 from keepstep.catalog.signature import Signature
-from keepstep.records.event import Event
+from keepstep.records.event import Event, TimeQuality
+from keepstep.records.verdict import NODE_ACTIONS
+
+_QUALITIES = get_args(TimeQuality)
 
 PROGRESS = "job.progress"
 
 STOPPING_KINDS = frozenset(
-    {"rank.exit", "rank.exception", "rank.stall", "collective.timeout", "collective.abort", "host.oom", "sched.node_fail"}
-    | {"sched.preempt", "sched.oom", "node.condition", "storage.error", "job.failed"}
-    | {"sched.evict", "sched.time_limit", "sched.unreachable", "sched.launch_failed"}
+    {"rank.exit", "rank.exception", "rank.stall", "rank.crash", "rank.missing", "collective.timeout", "collective.abort"}
+    | {"nccl.error", "storage.error", "host.oom", "node.condition", "job.failed", "job.ended"}
+    | {"sched.node_fail", "sched.preempt", "sched.oom", "sched.evict", "sched.time_limit", "sched.cancel"}
+    | {"sched.launch_failed", "sched.unreachable"}
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
-Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""
+Not among them: what goes wrong silently while steps go on (data that is repeated, saves that fail, a GPU that wears out)."""
+
+LEAST_GAP_S = 5.0
+"""A step that is printed so soon after a failure was under way when it came: ranks run ahead of each other and flush late."""
 
 
 def end_of(event: Event) -> Event:
     """The last sighting of an event that stands for several, as an event of its own, to compare with."""
-    last_order = event.attrs.get("last_order")
-    order = last_order if isinstance(last_order, int) else event.order
-    return msgspec.structs.replace(event, time_ns=event.last_ns or event.time_ns, order=order)
+    attrs = event.attrs
+    last_order, quality = attrs.get("last_order"), attrs.get("last_quality")
+    return msgspec.structs.replace(
+        event,
+        time_ns=event.last_ns or event.time_ns,
+        order=last_order if isinstance(last_order, int) else event.order,
+        time_quality=quality if quality in _QUALITIES else event.time_quality,
+    )
 
 
 def begin_after(earlier: Event, later: Event) -> bool:
     """Whether `later` was seen, the last time, after the last sighting of `earlier`."""
     return compare(end_of(earlier), end_of(later)) == "before"
-
-
-def names(patterns: Sequence[str], signature_id: str) -> bool:
-    """Whether a list of ids names this one; "xid.*" names all that begin so."""
-    return any(p == signature_id or (p.endswith(".*") and signature_id.startswith(p[:-1])) for p in patterns)
 
 
 def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[Event]:
@@ -57,7 +65,7 @@ def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[E
 
 
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event or not names(entry.clears, event.signature):
+    if taker is event or not any(named(p, event.signature) for p in entry.clears):
         return False
     scope = catalog[event.signature].scope
     alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)
@@ -69,8 +77,9 @@ def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, 
 
 
 def stops(entry: Signature) -> bool:
-    """Whether an event of this entry claims that the job stands still."""
-    return entry.kind in STOPPING_KINDS and entry.severity in ("error", "fatal") and entry.role != "action"
+    """Whether an event of this entry claims that the job stands still, and nothing more: steps do not heal a GPU."""
+    failing = entry.severity in ("error", "fatal") and entry.role != "action"
+    return failing and entry.kind in STOPPING_KINDS and entry.action not in NODE_ACTIONS
 
 
 def goes_on(entry: Signature) -> bool:
@@ -78,13 +87,36 @@ def goes_on(entry: Signature) -> bool:
     return entry.kind == PROGRESS or (entry.role == "recovery" and entry.scope == "job")
 
 
-def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
-    """For each event whether the job made steps, or ended well, after it: a failure that it survived.
+PASSING_SCOPES = frozenset({"rank", "job", "storage", "cluster"})
+"""What is wrong with these comes as it goes; what is wrong with a machine stays."""
 
-    Only for events that claim that the job stands still; the order must be known.
+
+def steps_after(events: Sequence[Event], catalog: Catalog) -> list[bool]:
+    """For each event whether the job made steps, or ended well, after it, so that it cannot be why the job stopped later.
+
+    Only for what passes by itself; the order must be known.
     """
     signs = [e for e in events if goes_on(catalog[e.signature])]
-    return [bool(signs) and stops(catalog[e.signature]) and any(begin_after(e, sign) for sign in signs) for e in events]
+    return [bool(signs) and _passes(catalog[e.signature]) and any(outlived(e, sign) for sign in signs) for e in events]
+
+
+def _passes(entry: Signature) -> bool:
+    return stops(entry) or (entry.scope in PASSING_SCOPES and entry.action not in NODE_ACTIONS)
+
+
+def outlived(event: Event, sign: Event) -> bool:
+    """Whether a sign that the job works came so long after the event that it proves something."""
+    if sign.kind != PROGRESS:
+        return begin_after(event, sign)
+    if event.kind.startswith("rank.") and None not in (event.rank, sign.rank) and event.rank != sign.rank:
+        return False  # what stopped one rank is not disproved by another that ran ahead
+    end, last = end_of(event), end_of(sign)
+    gap = gap_s(end, last)
+    if gap is not None and not {end.time_quality, last.time_quality} & {"neighbour", "none"}:
+        return gap > LEAST_GAP_S and compare(end, last) == "before"
+    # Lines without times of their own: one step may have been under way, two were made.
+    before_last = sign.attrs.get("before_last_order")
+    return same_text(event, sign) and isinstance(before_last, int) and before_last > end.order and sign.count > 1
 
 
 def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:

@@ -15,17 +15,21 @@ HARDWARE_SIDE: tuple[FaultClass, ...] = ("hardware", "fabric")
 
 
 class Term(NamedTuple):
-    """What one signature adds: `share` of the catalog's `weights`; `note`: why not all, or more. `seen`: indices of its groups."""
+    """What one signature adds: `share` of the catalog's weights, `confirming` of those for classes that its explanation speaks for
+    too; `note`: why not all, or more. `seen`: indices of its groups.
+    """
 
     signature: str
     share: float
     weights: Mapping[FaultClass, float]
-    note: str
-    seen: tuple[int, ...]
+    note: str = ""
+    seen: tuple[int, ...] = ()
+    confirming: float = 0.0
+    confirms: frozenset[FaultClass] = frozenset()
 
     def adds(self, name: FaultClass) -> float:
         """Log-odds that it adds to a class."""
-        return self.share * self.weights.get(name, 0.0)
+        return (self.confirming if name in self.confirms else self.share) * self.weights.get(name, 0.0)
 
 
 class Scores(NamedTuple):
@@ -41,43 +45,65 @@ class Scores(NamedTuple):
         return max(CLASSES, key=lambda name: self.chances[name])
 
     def margin(self, name: FaultClass) -> float:
-        """Log-odds of a class over the likeliest of the others."""
-        other = max(self.chances[c] for c in CLASSES if c != name)
+        """Log-odds of a class over the likeliest other one that can be named."""
+        other = max(self.chances[c] for c in CLASSES if c not in (name, "unknown"))
         return math.log(max(self.chances[name], 1e-300) / max(other, 1e-300))
 
 
-def term_of(signature: str, members: Sequence[tuple[int, Seen]], priors: Priors) -> Term:
+def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[Seen], priors: Priors) -> Term:
     """The term of all groups of one signature: the best share of any, and a little for repeats."""
     shares = priors.shares
-    best, note = 0.0, ""
+    best, note, explanation = -1.0, "", None
     for _, one in members:
-        share, why = 1.0, ""
+        share, why, by = 1.0, "", None
         if one.explained is not None:
-            share, why = shares.explained, "explained by another"
+            share, why, by = shares.explained, "explained by another", seen[one.explained]
+        elif one.over:
+            share, why = shares.over, "it is over, but it came before what failed"
         elif one.survived:
             share, why = shares.survived, "the job went on after it"
         elif one.later:
             share, why = shares.later, "the job had stopped before it"
         if share > best:
-            best, note = share, why
+            best, note, explanation = share, why, by
     count = sum(one.sightings for _, one in members)
-    bonus = min(shares.repeat_limit, shares.repeat * math.log(count)) if count > 1 else 0.0
-    if bonus:
+    bonus = 1.0 + (min(shares.repeat_limit, shares.repeat * math.log(count)) if count > 1 else 0.0)
+    if bonus > 1.0:
         note = f"{note + ', ' if note else ''}seen {count} times"
     weights = members[0][1].entry.weights
-    if members[0][1].entry.kind.endswith(".passed"):
+    if signature.endswith("passed"):
         # A check that passes on an idle or repaired node does not prove that the fault was not there.
         weights = {k: w for k, w in weights.items() if not (k in HARDWARE_SIDE and w < 0)}
-    return Term(signature, best * (1.0 + bonus), weights, note, tuple(i for i, _ in members))
+    confirms = frozenset(
+        c for c, w in weights.items() if w > 0 and explanation is not None and explanation.weight(c) > 0
+    )
+    return Term(
+        signature, best * bonus, weights, note, tuple(i for i, _ in members), shares.confirming * bonus, confirms
+    )
 
 
-def weigh(seen: Sequence[Seen], priors: Priors, extra: Sequence[Term] = ()) -> Scores:
-    """Scores of all classes. Each signature counts once, whatever the number of places it shows at."""
+def absence(seen: Sequence[Seen], priors: Priors) -> Term | None:
+    """What speaks against classes of which no sign was seen, where a root of another was."""
+    if not any(s.entry.role == "root" and s.top >= 1.0 for s in seen):
+        return None
+    signs = {c for s in seen for c, w in s.entry.weights.items() if w > 0}
+    weights: dict[FaultClass, float] = {c: -priors.shares.absence for c in CLASSES if c not in signs and c != "unknown"}
+    return Term("no sign seen", 1.0, weights, "each class usually leaves one") if weights else None
+
+
+def weigh(seen: Sequence[Seen], priors: Priors, *, benign: bool = False) -> Scores:
+    """Scores of all classes. Each signature counts once, whatever the number of places it shows at.
+
+    `benign`: what is benign counts too, to say whose it is where nothing else was seen.
+    """
     groups: dict[str, list[tuple[int, Seen]]] = defaultdict(list)
     for index, one in enumerate(seen):
-        if one.entry.weights and one.entry.role not in ("noise", "action"):
+        if one.entry.weights and (benign or one.entry.role != "noise"):
             groups[one.entry.id].append((index, one))
-    terms = [*(term_of(s, members, priors) for s, members in sorted(groups.items())), *extra]
+    terms = [term_of(s, members, seen, priors) for s, members in sorted(groups.items())]
+    against = absence(seen, priors)
+    if against is not None:
+        terms.append(against)
     sums = {c: priors.log_odds[c] + math.fsum(t.adds(c) for t in terms) for c in CLASSES}
     return Scores(tuple(terms), sums, softmax(sums, priors))
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from keepstep.catalog.xid import rows
+from keepstep.catalog.tables import rows
 
 Per = Literal["poll", "second", "minute", "hour", ""]
 SECONDS: Mapping[str, float] = {"second": 1.0, "minute": 60.0, "hour": 3600.0}

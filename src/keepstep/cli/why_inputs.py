@@ -17,6 +17,7 @@ from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError, KeepstepError
 
 if TYPE_CHECKING:
+    from keepstep.catalog.load import Catalog
     from keepstep.catalog.matcher import Matcher
     from keepstep.sources.reading import Reading
 
@@ -57,21 +58,19 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
     return Asked(tuple(paths))
 
 
-@functools.cache
-def shipped_matcher() -> Matcher:
-    """The patterns of the shipped catalog, compiled once a process: that takes longer than reading most logs."""
-    from keepstep.catalog.load import shipped
+@functools.lru_cache(maxsize=2)
+def matcher_of(catalog: Catalog) -> Matcher:
+    """The patterns of a catalog, compiled once a process: that takes longer than reading most logs."""
     from keepstep.catalog.matcher import Matcher
 
-    return Matcher(shipped())
+    return Matcher(catalog)
 
 
-def read_all(paths: Sequence[str]) -> Reading:
+def read_all(paths: Sequence[str], catalog: Catalog) -> Reading:
     """What files, folders and standard input ("-") tell."""
-    from keepstep.catalog.load import shipped
     from keepstep.sources.reading import read_paths
 
-    return read_paths(paths, shipped(), matcher=shipped_matcher())
+    return read_paths(paths, catalog, matcher=matcher_of(catalog))
 
 
 def is_run_folder(path: Path) -> bool:

@@ -51,6 +51,7 @@ class Clock:
         self._zone_ns = zone_ns
         self._seen = Timed()
         self._boot_ns = 0
+        self._known_boot_ns = boot_at_ns
 
     def start(self, stamp: Stamp) -> None:
         """The lines begin about then: what a title says of all of them."""
@@ -63,6 +64,7 @@ class Clock:
         """Another text begins: its lines do not follow those before. What is known of the year and the zone stays."""
         self._seen = Timed()
         self._boot_ns = 0
+        self.boot_at_ns = self._known_boot_ns
 
     def resolve(self, said: Said) -> Timed:
         """The time of the next line. One that says nothing has that of its predecessor."""

@@ -100,16 +100,16 @@ def _stamp(text: str, start: int) -> Stamp | None:
     return found.stamp if found is not None else None
 
 
-def facts_of(document: Document) -> Facts:
-    """What a document says about machines. Times without a year take that of the line they stand in."""
+def facts_of(document: Document, near_ns: int | None = None) -> Facts:
+    """What a document says about machines. Times without a year take that of their line, else that of `near_ns`."""
     found_boots = _changed_boots(document)
     if _HINT.search(document.text) is None and not document.title.endswith("uptime -s"):
         return Facts(tuple(found_boots))
     repairs: list[Repair] = []
     last_seq: list[tuple[str | None, int]] = []
     for line in document.lines:
-        found_boots += _boots_in(document, line)
-        repairs += _repairs_in(line)
+        found_boots += _boots_in(document, line, near_ns)
+        repairs += _repairs_in(line, near_ns)
         match = _LAST_SEQ.search(line.text)
         if match is not None:
             boot_id = _BOOT_ID.search(line.text)
@@ -134,7 +134,7 @@ def _changed_boots(document: Document) -> list[Boot]:
     ]
 
 
-def _boots_in(document: Document, line: Line) -> Iterator[Boot]:
+def _boots_in(document: Document, line: Line, near_ns: int | None) -> Iterator[Boot]:
     node = line.node or document.node
     marker = _MARKER.search(line.text, 0, 400) if line.stream != "job" else None
     if marker is not None:
@@ -142,20 +142,20 @@ def _boots_in(document: Document, line: Line) -> Iterator[Boot]:
         return
     stamp = _boot_stamp(document.title, line.text)
     if stamp is not None:
-        time_ns = _resolved(stamp, line)
+        time_ns = _resolved(stamp, line.time_ns if line.time_ns is not None else near_ns)
         yield Boot(node, time_ns, document.path, document.title or "text", line.number, False)
 
 
-def _repairs_in(line: Line) -> Iterator[Repair]:
+def _repairs_in(line: Line, near_ns: int | None) -> Iterator[Repair]:
     for match in _REPAIR.finditer(line.text[:4000]):
         if match["uptime"] is not None:
             yield Repair(line.node, None, round(float(match["uptime"]) * SECOND_NS))
             continue
         stamp = _stamp(line.text, match.end())
-        time_ns = None if stamp is None else _resolved(stamp, line)
+        time_ns = None if stamp is None else _resolved(stamp, line.time_ns if line.time_ns is not None else near_ns)
         if time_ns is not None:
             yield Repair(line.node, time_ns)
 
 
-def _resolved(stamp: Stamp, line: Line) -> int | None:
-    return Clock(line.time_ns).resolve(Said(stamp)).time_ns
+def _resolved(stamp: Stamp, near_ns: int | None) -> int | None:
+    return Clock(near_ns).resolve(Said(stamp)).time_ns

@@ -24,7 +24,8 @@ _STEP = re.compile(
 )
 _EPOCH = re.compile(r"(?i)(?<![\w/.-])epoch[\"']?\s{0,3}[:=#]?\s{0,3}\[?(?P<epoch>\d{1,7})(?:\.\d+)?\b")
 _BAR = re.compile(
-    r"(?P<what>[^|%\r]{0,80}?)\s*\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<of>\d{1,12})\s*\[(?P<spent>[\d:]+)<(?P<left>[\d:?]+),\s*(?P<rate>[\d.?]+)\s*(?P<unit>s/\w+|\w+/s)"
+    r"%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<of>\d{1,12})\s*\[(?P<spent>[\d:]+)<(?P<left>[\d:?]+),\s*"
+    r"(?P<rate>[\d.?]+)\s*(?P<unit>s/\w+|\w+/s)"
 )
 _BEFORE_NOT = re.compile(
     r"(?i)sav|checkpoint|ckpt|resum|restor|load|restart|fail|error|exception|timeout|timed|stuck|hang|killed|skip|eval|valid|test|"
@@ -51,10 +52,12 @@ def progress_in(text: str) -> Progress | None:
     head = text[:LINE_LIMIT]
     if _QUICK.search(head) is None:
         return None
-    bar = _BAR.search(head)
+    percent = head.find("%|")
+    bar = _BAR.match(head, percent) if percent >= 0 else None
     if bar is not None:
-        moving = "?" not in bar["rate"] and float(bar["rate"].strip(".") or 0) > 0
-        if not moving or _TRAINING.search(bar["what"]) is None or _BEFORE_NOT.search(bar["what"]) is not None:
+        what = head[max(percent - 80, 0) : percent].rstrip("0123456789 ")
+        moving = bar["rate"].strip("?0.") != ""
+        if not moving or _TRAINING.search(what) is None or _BEFORE_NOT.search(what) is not None:
             return None
         return Progress(int(bar["step"]), None, int(bar["of"]))
     epoch = _EPOCH.search(head)
@@ -81,10 +84,10 @@ def _int(match: re.Match[str] | None) -> int | None:
 
 
 class _Seen:
-    __slots__ = ("count", "first", "first_step", "last", "last_step")
+    __slots__ = ("before_last", "count", "first", "first_step", "last", "last_step")
 
     def __init__(self, line: Line, made: Progress) -> None:
-        self.first = self.last = line
+        self.first = self.last = self.before_last = line
         self.first_step = self.last_step = made
         self.count = 0
 
@@ -109,14 +112,18 @@ def progress_events(document: Document, catalog: Catalog) -> list[Event]:
             if len(seen) >= MAX_WRITERS:
                 continue
             held = seen[key] = _Seen(line, made)
-        held.last, held.last_step = line, made
+        held.before_last, held.last, held.last_step = held.last, line, made
         held.count += 1
     return [_event(document, held) for held in seen.values()]
 
 
 def _event(document: Document, held: _Seen) -> Event:
     first, last = held.first_step, held.last_step
-    attrs: dict[str, object] = {"last_order": held.last.number}
+    attrs: dict[str, object] = {
+        "last_order": held.last.number,
+        "before_last_order": held.before_last.number,
+        "last_quality": held.last.time_quality,
+    }
     for name, value in (
         ("step", last.step),
         ("epoch", last.epoch),

@@ -15,12 +15,14 @@ from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources import runfolder, staleness
-from keepstep.sources.decoding import is_flight_recorder, open_stream, to_text, what_binary, wide_encoding
+from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
 from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
-from keepstep.sources.folders import Found, Skipped, find, is_run_folder
+from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
@@ -30,11 +32,13 @@ from keepstep.sources.streaming import LINE_BYTES, Scanner
 from keepstep.sources.textlines import line_events, make_event
 from keepstep.sources.windows import Cutter
 
-WHOLE_BYTES = 8 << 20
-"""Text up to this size is looked at as a whole; larger ones are streamed."""
-WHOLE_LINES = 150_000
+WHOLE_BYTES = 4 << 20
+"""Logs up to this size are looked at as a whole, by every parser; larger ones are streamed."""
+WHOLE_LINES = 60_000
+RECORD_BYTES = 32 << 20
+"""The same for one JSON or YAML document, or one table of accounting: it means something only as a whole."""
 CHUNK_BYTES = 4 << 20
-TAIL_BYTES = 2 << 20
+TAIL_BYTES = 1 << 20
 """The end of a large log is looked at as a document too: there a job says why it died."""
 TEXT_LIMIT_BYTES = 64 << 30
 """Of one file, unpacked."""
@@ -105,7 +109,8 @@ def read_paths(paths: Sequence[str], catalog: Catalog, *, matcher: Matcher | Non
         if name == STDIN:
             _read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")), None, "")
             continue
-        run = runfolder.read_run_folder(Path(name)) if is_run_folder(Path(name)) else None
+        top = runfolder.folder_of(Path(name))
+        run = runfolder.read_run_folder(top) if top is not None else None
         for one in find(name):
             if isinstance(one, Skipped):
                 whole.skipped.append(one)
@@ -141,12 +146,12 @@ def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
     try:
         with found.path.open("rb") as file:
             latest_ns = found.path.stat().st_mtime_ns
-            outer = of_path(found.below)
-            boot_at = None
+            outer, boot_at, below = of_path(found.below), None, found.below
             if run is not None:
-                outer = runfolder.hints_of(found.below, outer)
-                boot_at = runfolder.boot_at_ns(run, found.path, found.below)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, found.below)
+                below = str(found.path.resolve().relative_to(run.top))
+                outer = runfolder.hints_of(below, outer)
+                boot_at = runfolder.boot_at_ns(run, found.path, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
     except OSError as error:
         whole.unreadable.append(f"{found.path}: {error.strerror or error}")
 
@@ -157,20 +162,24 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     blocks = opened.blocks
     held: list[bytes] = []
     size = 0
+    limit = WHOLE_BYTES
     for block in blocks:
+        if not held and is_record(block):
+            limit = max(limit, RECORD_BYTES)
         held.append(block)
         size += len(block)
-        if size > WHOLE_BYTES:
+        if size > limit:
             break
     data = b"".join(held)
     del held
     if is_flight_recorder(data):
         whole.dumps.append(path)
         return
-    binary = what_binary(data[:4096])
+    # A crash leaves blocks of NUL in a log, also at its begin.
+    binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
     if binary is not None:
         whole.unreadable.append(f"{path}: {binary}")
-    elif size > WHOLE_BYTES or data.count(b"\n") > WHOLE_LINES:
+    elif size > limit or (limit == WHOLE_BYTES and data.count(b"\n") > WHOLE_LINES):
         _read_large(whole, data, blocks, path, origin)
     else:
         whole.size_bytes += len(data)
@@ -184,28 +193,40 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
 
 
 def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
+    near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
+        monitors = monitor_events(document, whole.catalog)
         for event in line_events(document, whole.matcher, whole.catalog):
-            found.add(event)
+            if event.evidence.line not in monitors.claimed:
+                found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        blocks = _completed(block_events(document, whole.catalog), document)
-        events = [*parsed, *lines, *blocks, *progress_events(document, whole.catalog)]
+        seen = _completed(monitors.events, document)
+        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
+        if read_as == OWN_RECORD:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
-        whole.facts.append(facts_of(document))
+        whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 
 
 def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
-    """What the parsers make of a document. All are asked: a paste without marks between its parts holds several outputs."""
+    """What the parsers make of a document, and of blocks of lines in it.
+
+    All are asked: a paste without marks between its parts holds several outputs.
+    """
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
+        if events is not None and name == OWN_RECORD:
+            return name, _completed(events, document)
         if events is not None:
             read_as.append(name)
             found += events
+    found += block_events(document, catalog)
     return ", ".join(read_as) or "log lines", _completed(found, document)
 
 
@@ -268,10 +289,12 @@ def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: S
         near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
         for document in split(path, window.text, near):
             found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
     tail = tail[tail.find(b"\n") + 1 :]
     number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
     for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
         found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
         found += progress_events(document, whole.catalog)
         whole.facts.append(facts_of(document))
     seen: set[tuple[int, str]] = set()

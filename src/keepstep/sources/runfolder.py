@@ -11,6 +11,7 @@ import msgspec
 
 from keepstep.records.cycle import Cycle, RankPlace
 from keepstep.records.event import Event, Gpu
+from keepstep.sources.folders import is_run_folder
 from keepstep.sources.names import Hints
 from keepstep.sources.timestamps import SECOND_NS
 
@@ -27,6 +28,12 @@ class RunFolder(NamedTuple):
     places: dict[int, dict[int, RankPlace]]
     captured_ns: dict[int, int]
     run_id: str | None = None
+
+
+def folder_of(path: Path) -> Path | None:
+    """The run folder that a path is, or is in; None for other paths."""
+    whole = path.resolve()
+    return next((p for p in (whole, *list(whole.parents)[:3]) if is_run_folder(p)), None)
 
 
 def read_run_folder(top: Path) -> RunFolder:

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 
 from keepstep.records.event import Event
+from keepstep.sources.documents import strip_line
+from keepstep.sources.prefixes import Habits
+from keepstep.sources.terminal import clean
 
 BURST_NS = 300 * 1_000_000_000
 """Sightings of the same thing that are further apart are two bursts: a fault that came back is another fact."""
@@ -156,30 +159,36 @@ def dedupe(events: Iterable[Event]) -> list[Event]:
 
 
 COPY_NS = 2_000_000_000
+"""Copies of a line have times that differ by less: by a second where one document tells no fractions."""
+MAX_COPIES = 64
 
 
 def drop_copies(events: Iterable[Event]) -> list[Event]:
     """One event where two documents hold the same line: the ring buffer and the journal, two syslog files.
 
-    The same line is the same message of the same second of the same machine, as far as both tell it.
+    The same line is the same message of the same second of the same machine, as far as both tell it. The first one stays, with the
+    machine that another one names.
     """
     kept: list[Event] = []
-    by_message: dict[_Key, list[Event]] = {}
+    by_message: dict[_Key, list[int]] = {}
     for event in events:
         gpu = event.gpu
         key = (event.signature, None if gpu is None else gpu.pci, event.rank, _message(event))
         others = by_message.setdefault(key, [])
-        if any(_is_copy(other, event) for other in others):
+        copied = next((at for at in others if _is_copy(kept[at], event)), None)
+        if copied is not None:
+            if kept[copied].node is None and event.node is not None:
+                kept[copied] = msgspec.structs.replace(kept[copied], node=event.node)
             continue
-        if len(others) < 64:
-            others.append(event)
+        if len(others) < MAX_COPIES:
+            others.append(len(kept))
         kept.append(event)
     return kept
 
 
 def _message(event: Event) -> str:
-    """The end of the line: what stands before differs from document to document."""
-    return event.evidence.text[-120:]
+    """The line without what each document puts before it."""
+    return strip_line(clean(event.evidence.text)[-1], Habits()).text[-120:]
 
 
 def _is_copy(one: Event, other: Event) -> bool:

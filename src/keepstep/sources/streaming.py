@@ -27,7 +27,10 @@ LINE_BYTES = 16 << 10
 SAMPLE_BYTES = 256 << 10
 """From which the habits of a log and the first time in it are taken."""
 SAMPLE_LINES = 400
-_TRACES = re.compile(rb"Traceback \(most recent call last\)|Root Cause \(first observed failure\)")
+_TRACES = (b"Traceback (most recent call last)", b"Root Cause (first observed failure)")
+"""First words of blocks of lines that are read as a whole."""
+MAX_TRACES = 256
+"""Of one chunk, that are looked for."""
 _MARKERS = re.compile(rb"^==> .{1,500}? <==\r?$", re.MULTILINE)
 _SEVERE = ("error", "fatal")
 
@@ -135,14 +138,22 @@ class Scanner:
         wanted = list(severe)
         severe.clear()
         number, counted = first, 0
-        for trace in _TRACES.finditer(body):
-            number += body.count(b"\n", counted, trace.start())
-            counted = trace.start()
-            wanted.append((body.rfind(b"\n", 0, counted) + 1, number))
-            if len(wanted) > 10_000:
-                break
+        for trace in sorted(_positions(body)):
+            number += body.count(b"\n", counted, trace)
+            counted = trace
+            wanted.append((body.rfind(b"\n", 0, trace) + 1, number))
         for at, numbered in sorted(wanted):
             cutter.want(chunk, self.size_bytes, low + at, numbered, self._clock.near_ns)
+
+
+def _positions(body: bytes) -> list[int]:
+    found: list[int] = []
+    for words in _TRACES:
+        at = body.find(words)
+        while at >= 0 and len(found) < MAX_TRACES:
+            found.append(at)
+            at = body.find(words, at + 1)
+    return found
 
 
 def _start(sample: bytes, origin: Origin) -> tuple[Habits, Clock]:

@@ -87,10 +87,20 @@ def _slow_clocks(group: Sequence[Event], catalog: Catalog) -> list[Event]:
         sample = clocks[slow.name][1]
         attrs = {"mhz": slow.value, "peers_mhz": slow.peers}
         asked = _levels(sample).get("reason_app_clocks") is True
+        if _capped(sample, group):
+            continue
         found.append(
             derive(catalog, "derived.gpu.clock_locked" if asked else "derived.gpu.clock_low", sample, attrs=attrs)
         )
     return found
+
+
+def _capped(sample: Event, group: Sequence[Event]) -> bool:
+    """Whether a GPU has a power limit below its default or its peers': then its clock is low by intent."""
+    own, usual = _value(sample, "power_limit"), _value(sample, "power_default")
+    limits = sorted(v for s in group if (v := _value(s, "power_limit")) is not None)
+    usual = usual if usual is not None else limits[len(limits) // 2] if limits else None
+    return own is not None and usual is not None and own * LIMIT_RATIO < usual
 
 
 def _odd(group: Sequence[Event], catalog: Catalog, name: str, worse: Any, ratio: float, signature: str) -> list[Event]:
@@ -126,7 +136,7 @@ def _many_corrected(group: Sequence[Event], catalog: Catalog) -> list[Event]:
             continue
         usual = sorted(v for v, _ in counts.values())[len(counts) // 2]
         found += [
-            derive(catalog, "derived.gpu.ecc_many", sample, attrs={"count": value, "peers": usual})
+            derive(catalog, "derived.gpu.ecc_many", sample, attrs={"count": value, "peers": usual}, explains=["xid.92"])
             for value, sample in counts.values()
             if value >= MANY_CORRECTED and value >= CORRECTED_RATIO * max(1.0, usual)
         ]

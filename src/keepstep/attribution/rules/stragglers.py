@@ -1,7 +1,7 @@
 """Slow ranks: one that is slow itself, one that others wait for, and slowness that moves about or is everywhere.
 
-The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what makes
-it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
+The rank that waits least is the one that the others wait for. A slowest rank that changes from step to step has no place: what
+makes it slow is shared. Numbers that are missing or NaN say nothing, neither for nor against a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from keepstep.attribution.rules.peers import (
     finite,
     outliers,
     rotates,
-    standings,
     worst_by_point,
 )
 from keepstep.catalog.load import Catalog
@@ -112,8 +111,7 @@ def _bad(kind: str, medians: Mapping[str, float]) -> list[Standing]:
     """Those far worse than their peers."""
     if kind == "score":
         # Scores are relative already: 1 is the fastest, or the own past.
-        low = outliers(medians, "less", 1 / 0.9) if len(medians) >= LEAST_PEERS else standings(medians, "less")
-        return [s for s in low if s.value < SCORE_LIMIT]
+        return [s for s in outliers(medians, "less", 1 / 0.9) if s.value < SCORE_LIMIT]
     if kind == "wait":
         bad = outliers(medians, "less", WAIT_RATIO)
         rest = [v for v in medians.values() if math.isfinite(v)]

@@ -22,7 +22,8 @@ GSP = frozenset({119, 120})
 OTHER_TIME_S = 600.0
 """Two of one code this far apart are two faults, not one that is printed again."""
 SUSPECT_PROGRAMS = 3
-"""Different processes that one GPU stopped with the same code, from which on it is a suspect. Two may be one job that came again."""
+"""Different processes that one GPU stopped with the same code, from which on it is a suspect. Two may be one job that came
+again."""
 
 GSP_BRANCHES = {515: 9999, 520: 9999, 525: 147, 530: 9999, 535: 129, 545: 9999, 550: 90}
 """Driver branches whose GSP firmware is known to stop answering on healthy GPUs, with the first minor release without the
@@ -66,6 +67,7 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_link_victim(found, catalog),
         *_applications(found, catalog),
         *_gsp(found, events, catalog),
+        *_no_rows(found, events, catalog),
     ]
 
 
@@ -162,7 +164,10 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
         members = next(iter(gpus.values()))
         if not others and suspicious(code, members) and {x.gpu for x in own} == {members[0].gpu}:
             attrs = {"xid": str(code), "programs": len(programs(members))}
-            concluded.append(derive(catalog, "derived.xid.suspect", members[-1].event, attrs=attrs))
+            event = derive(
+                catalog, "derived.xid.suspect", members[0].event, attrs=attrs, explains=[f"xid.{code}", "xid.43"]
+            )
+            concluded.append(event)
     return concluded
 
 
@@ -199,6 +204,16 @@ def _gsp(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> lis
     return [derive(catalog, "derived.xid.gsp_driver", x.event, attrs={"version": known}) for x in own[:1]]
 
 
+def _no_rows(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A memory error whose row could not be set aside: that decides, whatever error came first."""
+    errors = [x for x in found if x.code in UNCORRECTED]
+    failed = [x for x in found if x.code == 64]
+    state = [e for e in events if e.signature == "gpu.remap_failed"]
+    own = [x for x in errors if any(f.gpu == x.gpu for f in failed) or state]
+    explains = ["xid.48", "xid.63", "xid.64", "xid.94", "xid.95", "xid.171", "gpu.remap_pending"]
+    return [derive(catalog, "derived.xid.no_rows", x.event, explains=explains) for x in own[:1]]
+
+
 def known_gsp_bug(version: str) -> bool:
     """Whether a driver version is of a series known for GSP time-outs."""
     parts = version.split(".")
@@ -223,7 +238,7 @@ def degrading(events: Sequence[Event], past: Sequence[Event], catalog: Catalog) 
         if earlier or apart:
             attrs = {"times": len(own) + len(earlier), "after_repair": bool(earlier)}
             explains = ["gpu.remap_pending", "xid.63", "xid.94"]
-            found.append(derive(catalog, "derived.xid.degrading", own[-1].event, attrs=attrs, explains=explains))
+            found.append(derive(catalog, "derived.xid.degrading", own[0].event, attrs=attrs, explains=explains))
     return found
 
 

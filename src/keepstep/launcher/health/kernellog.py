@@ -14,6 +14,8 @@ import msgspec
 
 from keepstep.launcher.bounded import run_tool
 from keepstep.launcher.clock import boot_ns
+from keepstep.records.codec import rfc3339
+from keepstep.sources.kernel.records import parse_kmsg, read_records
 
 LIMIT_BYTES = 2 << 20
 XID_LIMIT = 1000
@@ -60,42 +62,11 @@ def last_sequence(path: Path | None = None) -> int | None:
         return None
     try:
         for record in read_records(fd, time.monotonic() + 1.0):
-            parsed = parse_record(record)
-            last = last if parsed is None else parsed[0]
+            parsed = parse_kmsg(record)
+            last = last if parsed is None else parsed.seq
     finally:
         os.close(fd)
     return last
-
-
-def read_records(fd: int, deadline: float) -> list[bytes]:
-    """All records that a non-blocking descriptor of /dev/kmsg gives until it has no more (one read is one record)."""
-    records: list[bytes] = []
-    while time.monotonic() < deadline:
-        try:
-            record = os.read(fd, RECORD_BYTES)
-        except BlockingIOError:
-            break
-        except BrokenPipeError:
-            # The ring went round under us: the next read gives the oldest record that is left.
-            continue
-        except OSError:
-            break
-        if not record:
-            break
-        records.append(record)
-    return records
-
-
-def parse_record(record: bytes) -> tuple[int, float, str] | None:
-    """(sequence, seconds since boot, text) of a record of /dev/kmsg, None for what is no record.
-
-    Format (Documentation/ABI/testing/dev-kmsg): "priority,sequence,microseconds,flags[,...];text", then lines " KEY=value".
-    """
-    head, separator, rest = record.decode(errors="replace").partition(";")
-    fields = head.split(",")
-    if not separator or len(fields) < 4 or not fields[1].isdigit() or not fields[2].isdigit():
-        return None
-    return int(fields[1]), int(fields[2]) / 1e6, rest.partition("\n")[0]
 
 
 def read_log(
@@ -115,12 +86,12 @@ def read_log(
         os.close(fd)
     found = []
     for record in records:
-        parsed = parse_record(record)
+        parsed = parse_kmsg(record)
         if parsed is None:
             continue
-        sequence, seconds, text = parsed
-        if (sequence > after_sequence) if after_sequence is not None else (seconds >= since_s):
-            found.append(f"[{seconds:.6f}] {text}")
+        seconds = parsed.boot_ns / 1e9
+        if (parsed.seq > after_sequence) if after_sequence is not None else (seconds >= since_s):
+            found.append(f"[{seconds:.6f}] {parsed.text}")
     return make_log("kmsg", found)
 
 
@@ -173,7 +144,10 @@ def _from_tools(since_s: float, deadline: float, problem: str) -> KernelLog:
 
 def write_log(log: KernelLog, folder: Path) -> None:
     """kernel.log and, where there are any, kernel-xid.log. A log that could not be read is a file that says so. Raises OSError."""
-    head = f"# source: {log.source}\n"
+    # Its own clock, which stops in suspend as CLOCK_MONOTONIC does: with it the lines have times.
+    began_ns = time.time_ns() - time.monotonic_ns()
+    began = f"# boot at {rfc3339(began_ns)}\n"
+    head = f"# source: {log.source}\n{began}"
     if log.problem:
         head += f"# {log.problem}\n"
     if log.dropped_lines:
@@ -182,4 +156,4 @@ def write_log(log: KernelLog, folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         (folder / "kernel-xid.log").unlink()
     if log.xids:
-        (folder / "kernel-xid.log").write_text("".join(f"{line}\n" for line in log.xids), errors="replace")
+        (folder / "kernel-xid.log").write_text(began + "".join(f"{line}\n" for line in log.xids), errors="replace")

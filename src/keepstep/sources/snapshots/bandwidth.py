@@ -13,7 +13,17 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.making import EVENTS_LIMIT, lines_of, make, mentions, node_of, number
 
-WORDS = ("busbw", "bus bandwidth", "BUS BW", "nThread", "nvbandwidth", "bandwidth (GB/s)", "Bandwidth Matrix", "_memcpy_", "#wrong")
+WORDS = (
+    "busbw",
+    "bus bandwidth",
+    "BUS BW",
+    "nThread",
+    "nvbandwidth",
+    "bandwidth (GB/s)",
+    "Bandwidth Matrix",
+    "_memcpy_",
+    "#wrong",
+)
 
 _AVERAGE = re.compile(r"#\s*Avg bus bandwidth\s*:\s*(?P<gbs>[\d.]+)")
 _HOST = re.compile(r"#\s*Rank\s+\d+.*?\bon\s+(?P<node>[\w.-]+)\s+device")
@@ -50,10 +60,14 @@ def _collectives(document: Document, catalog: Catalog) -> Iterator[Event]:
             wrong = [result["wrong"], result["wrong2"] or "0"]
             if not reported and any(w.isdigit() and int(w[:18]) > 0 for w in wrong):
                 reported = True
-                yield make(catalog, "collective.wrong_result", document, line, attrs={"wrong": wrong, "nodes": nodes[:64]})
+                yield make(
+                    catalog, "collective.wrong_result", document, line, attrs={"wrong": wrong, "nodes": nodes[:64]}
+                )
         if (bad := _WRONG.match(line.text)) and int(bad["count"][:18]) > 0 and not reported:
             reported = True
-            yield make(catalog, "collective.wrong_result", document, line, attrs={"wrong": [bad["count"]], "nodes": nodes[:64]})
+            yield make(
+                catalog, "collective.wrong_result", document, line, attrs={"wrong": [bad["count"]], "nodes": nodes[:64]}
+            )
         if average := _AVERAGE.match(line.text):
             yield _busbw(best[0] if best is not None else number(average["gbs"]) or 0.0, nodes, line, document, catalog)
             nodes, best, reported = [], None, False

@@ -1,6 +1,7 @@
 """`dcgmi health -c` and `dcgmi diag`, as tables or with -j.
 
-Both JSON forms changed between DCGM 2, 3 and 4. What stayed: a test or a watched system has a name and a verdict, and messages below.
+Both JSON forms changed between DCGM 2, 3 and 4. What stayed: a test or a watched system has a name and a verdict, and messages
+below.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ TEXT_LIMIT = 4_000_000
 
 _SETUP = frozenset({
     "denylist", "blacklist", "nvml library", "cuda main library", "cuda toolkit library", "permissions and os blocks",
-    "permissions and os-related blocks", "persistence mode", "environment variables", "environmental variables", "graphics processes",
+    "permissions and os-related blocks", "persistence mode", "environment variables", "environmental variables",
+    "graphics processes",
     "software", "deployment", "fabric manager",
 })  # fmt: skip
 """Tests of how the machine is set up, not of its hardware."""
@@ -30,6 +32,7 @@ _ROW = re.compile(r"\s*\|\s*(?P<name>[^|]*?)\s*\|\s*(?P<result>[^|]*?)\s*\|?\s*\
 _VERDICT = re.compile(r"(?P<verdict>Pass|Fail|Warn(?:ing)?|Skip|Healthy|Failure)\b(?P<rest>.*)\Z")
 _GPUS = re.compile(r"GPUs?:?\s*(?P<ids>\d{1,3}(?:\s*,\s*\d{1,3})*)")
 _LINE = re.compile(r"dcgmi diag\b[^:|]*[:=]\s*(?P<verdict>Pass|PASS|pass|Fail|FAIL|fail)\w*")
+_SYSTEM = re.compile(r"(?:PCIe|NVLink|Memory|SM|InfoROM|Thermal|Power|Driver|NVSwitch|MCU|PMU|CPUSet)\b", re.IGNORECASE)
 _WATCH = re.compile(r"(?P<system>[A-Z][\w /]+?): (?P<verdict>Warning|Failure)\b(?: - (?P<what>.*))?")
 
 
@@ -61,7 +64,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
 
 def _events(finding: Finding, document: Document, catalog: Catalog) -> Iterator[Event]:
     if finding.health:
-        signature = {"warning": "dcgm.health_warning", "failure": "dcgm.health_failure"}.get(finding.verdict)
+        signature = _health_signature(finding)
     elif finding.verdict == "fail":
         signature = "dcgm.diag_setup" if finding.test.lower() in _SETUP else "dcgm.diag_failed"
     else:
@@ -73,33 +76,57 @@ def _events(finding: Finding, document: Document, catalog: Catalog) -> Iterator[
         yield make(catalog, signature, document, finding.line, gpu=gpu_named(index=index), attrs=attrs)
 
 
+def _health_signature(finding: Finding) -> str | None:
+    """The entry for a watched system that is not healthy."""
+    system = finding.test.lower()
+    if finding.verdict not in {"warning", "failure"}:
+        return None
+    if "pcie" in system:
+        return "dcgm.health_pcie"
+    if "nvlink" in system or "nvswitch" in system:
+        return "dcgm.health_nvlink"
+    return "dcgm.health_failure" if finding.verdict == "failure" else "dcgm.health_warning"
+
+
 def _table_findings(document: Document) -> Iterator[Finding]:
-    """Rows of the tables; the GPU of a health report stands in the first column of an earlier row."""
+    """Rows of the tables. In a health report the GPU stands in an earlier row, and what is wrong in the rows below."""
     gpus: tuple[int, ...] = ()
     health = False
+    pending: Finding | None = None
     for line in lines_of(document):
         if said := _LINE.search(line.text):
             yield Finding("diag", said["verdict"].lower(), (), line.text.strip(), line, False)
             continue
-        if "Health" in line.text:
-            health = True
-        elif "Diagnostic" in line.text:
-            health = False
+        health = "Health" in line.text or (health and "Diagnostic" not in line.text)
         row = _ROW.match(line.text)
+        name = row["name"].lstrip("-> ") if row is not None else ""
+        if pending is not None and (row is None or name):
+            yield pending
+            pending = None
         if row is None:
             continue
-        if named := re.match(r"GPU(?: ID)?:? (\d{1,3})\Z", row["name"]):
+        if pending is not None:
+            pending = pending._replace(message=f"{pending.message} {row['result']}".strip())
+        elif not health:
+            yield from _test_row(name, row["result"], line)
+        elif named := re.fullmatch(r"(?:GPU(?: ID)?:? )?(\d{1,3})", name):
             gpus = (int(named.group(1)),)
-        watch = _WATCH.search(row["result"]) or (_WATCH.search(row["name"]) if not row["result"] else None)
-        if health and watch is not None:
+        if health and (watch := _WATCH.search(row["result"])) is not None:
             yield Finding(watch["system"], watch["verdict"].lower(), gpus, watch["what"] or "", line, True)
-            continue
-        verdict = _VERDICT.match(row["result"])
-        if verdict is None or health or not row["name"] or row["name"].lower().startswith("warning"):
-            continue
-        told = _GPUS.search(verdict["rest"])
-        ids = tuple(int(i) for i in told["ids"].split(",")) if told is not None else ()
-        yield Finding(row["name"], verdict["verdict"].lower(), ids, verdict["rest"], line, False)
+        elif health and row["result"] in {"Warning", "Failure"} and _SYSTEM.match(name):
+            pending = Finding(name, row["result"].lower(), gpus, "", line, True)
+    if pending is not None:
+        yield pending
+
+
+def _test_row(name: str, result: str, line: Line) -> Iterator[Finding]:
+    """A test of a diagnostic with its verdict and the GPUs that it names."""
+    verdict = _VERDICT.match(result)
+    if verdict is None or not name or name.lower().startswith("warning"):
+        return
+    told = _GPUS.search(verdict["rest"])
+    ids = tuple(int(i) for i in told["ids"].split(",")) if told is not None else ()
+    yield Finding(name, verdict["verdict"].lower(), ids, verdict["rest"], line, False)
 
 
 def _is_json(document: Document) -> bool:
@@ -136,7 +163,10 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
     if isinstance(status, str) and name:
         ids = node.get("gpu_ids", node.get("gpu_id", node.get("entity_id")))
         gpus = tuple(int(i) for i in re.findall(r"\d{1,3}", str(ids))[:64]) if ids is not None else ()
-        messages = [m.get("warning", "") if isinstance(m, dict) else str(m) for m in _list(node.get("warnings", node.get("warning")))]
+        messages = [
+            m.get("warning", "") if isinstance(m, dict) else str(m)
+            for m in _list(node.get("warnings", node.get("warning")))
+        ]
         yield Finding(name, status.lower(), gpus, "; ".join(str(m) for m in messages), line, False)
     value = node.get("value")
     children = node.get("children")
@@ -145,7 +175,11 @@ def _walk(node: Any, name: str, gpu: int | None, line: Line | None, depth: int) 
         yield Finding(name, value.lower(), () if gpu is None else (gpu,), told, line, True)
     for key, child in node.items():
         index = int(key) if isinstance(key, str) and key.isdigit() and len(key) < 4 else gpu
-        inner = key if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"} else name
+        inner = (
+            key
+            if isinstance(key, str) and key not in {"children", "body", "results", "tests", "test_categories"}
+            else name
+        )
         if isinstance(child, dict | list):
             yield from _walk(child, str(inner), index, line, depth + 1)
 

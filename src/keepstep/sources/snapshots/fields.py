@@ -13,7 +13,8 @@ Kind = Literal["number", "flag", "text", "reasons"]
 
 
 class Field(NamedTuple):
-    """`query`: names of --query-gpu. `full`: last labels of the path in `nvidia-smi -q`, joined by " > ". `dcgm`: exporter names."""
+    """`query`: names of --query-gpu. `full`: last labels of the path in `nvidia-smi -q`, joined by " > ". `dcgm`: exporter
+    names."""
 
     name: str
     kind: Kind
@@ -52,8 +53,7 @@ _REASON_FIELDS = tuple(
         f"reason_{name}",
         "flag",
         tuple(f"clocks_{word}_reasons.{q}" for word in ("event", "throttle") for q in queries),
-        tuple(f"Clocks {word} Reasons > {label}" for word in ("Event", "Throttle"))
-        + (f"HW Slowdown > {label}", label),
+        (*(f"Clocks {word} Reasons > {label}" for word in ("Event", "Throttle")), f"HW Slowdown > {label}", label),
     )
     for name, (queries, label) in _REASON_WORDS.items()
 )
@@ -99,9 +99,10 @@ FIELDS: tuple[Field, ...] = (
           ("Volatile > SRAM Correctable",)),
     Field("sram_uncorrected_volatile", "number", ("ecc.errors.uncorrected.volatile.sram",),
           ("Volatile > SRAM Uncorrectable", "Volatile > SRAM Uncorrectable Parity", "Volatile > SRAM Uncorrectable SEC-DED")),
-    Field("dram_corrected_volatile", "number", ("ecc.errors.corrected.volatile.dram", "ecc.errors.corrected.volatile.device_memory"),
-          ("Volatile > DRAM Correctable",)),
-    Field("dram_uncorrected_volatile", "number", ("ecc.errors.uncorrected.volatile.dram", "ecc.errors.uncorrected.volatile.device_memory"),
+    Field("dram_corrected_volatile", "number",
+          ("ecc.errors.corrected.volatile.dram", "ecc.errors.corrected.volatile.device_memory"), ("Volatile > DRAM Correctable",)),
+    Field("dram_uncorrected_volatile", "number",
+          ("ecc.errors.uncorrected.volatile.dram", "ecc.errors.uncorrected.volatile.device_memory"),
           ("Volatile > DRAM Uncorrectable",)),
     Field("dram_corrected_aggregate", "number", ("ecc.errors.corrected.aggregate.dram",), ("Aggregate > DRAM Correctable",)),
     Field("dram_uncorrected_aggregate", "number", ("ecc.errors.uncorrected.aggregate.dram",),

@@ -21,9 +21,12 @@ LOW_LIMIT = 0.9
 """A power limit below this share of the default was set by somebody."""
 
 
+APPLICATION_XIDS = (13.0, 31.0, 43.0, 45.0, 68.0, 69.0)
+
+
 class Check(NamedTuple):
-    """`level`: whose line is the evidence. `holds`: whether the levels say so. `latched`: stays until somebody repairs it, so that a
-    later sample without it says that it was repaired."""
+    """`level`: whose line is the evidence. `holds`: whether the levels say so. `latched`: stays until somebody repairs it, so that
+    a later sample without it says that it was repaired."""
 
     signature: str
     level: str
@@ -101,6 +104,10 @@ def _settled(sample: GpuSample) -> bool:
     return sample.levels.get("remap_pending") is False and sample.levels.get("remap_failed") is not True
 
 
+def _old_application(sample: GpuSample) -> bool:
+    return level(sample, "xid_last") in APPLICATION_XIDS
+
+
 def _flag(name: str) -> Callable[[GpuSample], bool]:
     return lambda sample: sample.levels.get(name) is True
 
@@ -132,15 +139,18 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "gpu.hw_slowdown",
         "reason_hw_slowdown",
-        lambda s: s.levels.get("reason_hw_slowdown") is True
-        and not s.levels.get("reason_hw_thermal")
-        and not s.levels.get("reason_hw_power_brake"),
+        lambda s: (
+            s.levels.get("reason_hw_slowdown") is True
+            and not s.levels.get("reason_hw_thermal")
+            and not s.levels.get("reason_hw_power_brake")
+        ),
     ),
     Check("gpu.sw_thermal", "reason_sw_thermal", _flag("reason_sw_thermal")),
     Check("gpu.power_limit_low", "power_limit", _low_limit),
     Check("gpu.remap_settled", "remap_pending", _settled),
     Check("gpu.recovery.none", "recovery", _wants("none")),
-    Check("gpu.xid_gauge", "xid_last", lambda s: (level(s, "xid_last") or 0) > 0),
+    Check("gpu.xid_gauge", "xid_last", lambda s: (level(s, "xid_last") or 0) > 0 and not _old_application(s)),
+    Check("gpu.xid_gauge_application", "xid_last", _old_application),
 )
 
 
@@ -160,8 +170,8 @@ def gpu_events(samples: Sequence[GpuSample], document: Document, catalog: Catalo
                 over = check.latched and _over(check, sample, samples)
                 _add(found, seen, msgspec.structs.replace(event, stale="cleared") if over else event)
     for sample in thinned(samples, SAMPLES_A_GPU):
-        attrs = {"levels": dict(sample.levels), "sample": sample.number, "loaded": loaded(sample)}
-        context.append(_made(catalog, "gpu.sample", document, _first_line(sample), sample, attrs))
+        levels = {"levels": dict(sample.levels), "sample": sample.number, "loaded": loaded(sample)}
+        context.append(_made(catalog, "gpu.sample", document, _first_line(sample), sample, levels))
     return (found + drivers(samples, document, catalog) + context)[:EVENTS_LIMIT]
 
 

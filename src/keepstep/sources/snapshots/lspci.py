@@ -43,7 +43,9 @@ class Device(NamedTuple):
             return "bridge"
         if "nvidia" in text and ("3d controller" in text or "vga" in text or "controller" in self.kind.lower()):
             return "gpu"
-        if any(word in text for word in ("mellanox", "connectx", "infiniband", "ethernet controller", "network controller")):
+        if any(
+            word in text for word in ("mellanox", "connectx", "infiniband", "ethernet controller", "network controller")
+        ):
             return "nic"
         return "other"
 
@@ -77,17 +79,17 @@ def _events(device: Device, document: Document, catalog: Catalog) -> Iterator[Ev
     head = f"{device.kind} {device.name}".strip()[:120]
     capable: re.Match[str] | None = None
     for line in device.lines:
-        if line is device.line and "(rev ff)" in line.text or "Unknown header type" in line.text:
+        if (line is device.line and "(rev ff)" in line.text) or "Unknown header type" in line.text:
             signature = "gpu.lost" if device.what == "gpu" else "pcie.device_lost"
             yield make(catalog, signature, document, line, gpu=gpu, nic=nic, attrs={"bdf": device.bdf, "device": head})
         if match := _CAP.search(line.text):
             capable = match
-        if (match := _STA.search(line.text)) and (signature := _link(match, capable, device)):
+        if (match := _STA.search(line.text)) and (slow := _link(match, capable, device)):
             attrs = {
                 "bdf": device.bdf, "device": head, "speed_gts": float(match["speed"].rstrip(".")), "width": int(match["width"][:4]),
                 "loaded": None,
             }  # fmt: skip
-            yield make(catalog, signature, document, line, gpu=gpu, nic=nic, attrs=attrs)
+            yield make(catalog, slow, document, line, gpu=gpu, nic=nic, attrs=attrs)
         if (match := _ACS.search(line.text)) and _acs_redirects(match["flags"]):
             yield make(catalog, "pcie.acs_on", document, line, attrs={"bdf": device.bdf, "device": head})
         if (match := _FATAL.search(line.text)) and any(flag in match["flags"] for flag in _SERIOUS):

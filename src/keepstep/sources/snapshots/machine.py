@@ -13,15 +13,28 @@ from keepstep.sources.snapshots.gpu_health import driver_event
 from keepstep.sources.snapshots.making import EVENTS_LIMIT, lines_of, make, mentions
 
 WORDS = (
-    "version", "Kernel Module", "/proc/", "PPID", "ppid", "cpu-bind", "NUMA node", "governor", "No such process", "cpubind", "policy:",
-    "Kernel driver",
+    "version", "Kernel Module", "/proc/", "PPID", "ppid", "cpu-bind", "NUMA node", "governor", "No such process", "cpubind",
+    "policy:", "Kernel driver",
 )  # fmt: skip
 
-_MODULE = re.compile(r"\s*(?:version:\s+|NVRM version:.*?Kernel Module(?: for \S+)?\s+|Driver Version\s*[:=]\s*|driver_version\s*[:=]\s*)(?P<version>\d{3}\.\d{1,3}(?:\.\d{1,3})?)\b")
-_ABSENT = re.compile(r"/proc/(?P<pid>\d{1,10})(?:/\S*)?['’\"]?: No such file|kill: \(?(?P<killed>\d{1,10})\)?.*No such process|no such process:? (?P<said>\d{1,10})", re.IGNORECASE)
-_BIND = re.compile(r"cpu-bind(?:=|-)(?P<how>\w+)\s*-\s*(?P<node>[\w.-]+), task\s+(?P<task>\d{1,6})\s+\d+ \[\d+\]: mask (?P<mask>0x[0-9A-Fa-f,x]+(?:\.\.\.[0-9a-fA-F]*)?)(?P<set> set)?")
+_MODULE = re.compile(
+    r"\s*(?:version:\s+|NVRM version:.*?Kernel Module(?: for \S+)?\s+|Driver Version\s*[:=]\s*|driver_version\s*[:=]\s*)"
+    r"(?P<version>\d{3}\.\d{1,3}(?:\.\d{1,3})?)\b"
+)
+_ABSENT = re.compile(
+    r"/proc/(?P<pid>\d{1,10})(?:/\S*)?['’\"]?: No such file|kill: \(?(?P<killed>\d{1,10})\)?.*No such process"
+    r"|no such process:? (?P<said>\d{1,10})",
+    re.IGNORECASE,
+)
+_BIND = re.compile(
+    r"cpu-bind(?:=|-)(?P<how>\w+)\s*-\s*(?P<node>[\w.-]+), task\s+(?P<task>\d{1,6})\s+\d+ \[\d+\]: "
+    r"mask (?P<mask>0x[0-9A-Fa-f,x]+(?:\.\.\.[0-9a-fA-F]*)?)(?P<set> set)?"
+)
 _OPTION = re.compile(r"--cpu-bind=(?:[a-z]+,)*(?P<how>none|no)\b")
-_GOVERNOR = re.compile(r"(?:scaling_governor\S*\s*[:=]?\s*|The governor \"|current policy:?\s*.*?governor\s+\"?)(?P<governor>powersave|conservative|ondemand|performance|schedutil)\b")
+_GOVERNOR = re.compile(
+    r"(?:scaling_governor\S*\s*[:=]?\s*|The governor \"|current policy:?\s*.*?governor\s+\"?)"
+    r"(?P<governor>powersave|conservative|ondemand|performance|schedutil)\b"
+)
 _PS_HEADER = re.compile(r"\s*(?=.*\bPID\b)(?=.*\bPPID\b)(?P<names>[A-Z%+ _]+?)\s*\Z")
 _PS_COLUMNS = re.compile(r"\bps\b.*?-\w*o\s*(?P<names>[a-z,%_]+)")
 
@@ -72,7 +85,9 @@ def _orphan(line: Line, columns: list[str], document: Document, catalog: Catalog
     if len(cells) < len(columns):
         return
     row = dict(zip(columns, cells, strict=False))
-    numbers = {name: int(row[name]) for name in ("PID", "PPID", "PGID") if row.get(name, "").isdigit() and len(row[name]) < 11}
+    numbers = {
+        name: int(row[name]) for name in ("PID", "PPID", "PGID") if row.get(name, "").isdigit() and len(row[name]) < 11
+    }
     if numbers.get("PPID") != 1 or "PID" not in numbers:
         return
     command = row.get("COMMAND") or row.get("COMM") or row.get("CMD") or ""

@@ -18,7 +18,9 @@ LINES_LIMIT = 200_000
 EVENTS_LIMIT = 4000
 """Events that one document gives at most, so that a crafted file cannot fill memory."""
 
-_NODE = re.compile(r"(?:\b(?:on|node|host|from)[ =:]+|@)(?P<node>[a-zA-Z][\w.-]*\d[\w.-]*)")
+_NODE = re.compile(
+    r"(?:\b(?:on|node|host|from|ssh)[ =:]+|@|\A)(?P<node>[a-zA-Z][\w-]*\d[\w-]*)(?=\s*\Z|:? )(?!\s+[-\w./]*\s*=)"
+)
 _INDEX = re.compile(r"(?:\s-i|--id)[ =](?P<index>\d{1,3})\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _UNKNOWN = frozenset({"", "-", "n/a", "[n/a]", "na", "nan", "none", "null", "unknown", "blank"})

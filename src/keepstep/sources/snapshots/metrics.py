@@ -13,46 +13,54 @@ MetricKind = Literal["compute", "host", "step", "wait", "score", "throughput", "
 """Times: compute of the GPU, work of the host (data, launch), whole steps, waiting for others. Of the rest more is better."""
 
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "msec": 1e-3, "min": 60.0}
-_WAIT = frozenset({
-    "wait", "waiting", "waits", "idle", "comm", "communication", "allreduce", "allgather", "reducescatter", "alltoall", "a2a", "nccl", "sync",
-    "barrier", "collective", "exposed", "blocked", "stall",
-})  # fmt: skip
-_HOST = frozenset({
-    "host", "cpu", "data", "dataload", "loader", "dataloader", "loading", "prep", "preprocess", "input", "h2d", "io", "read", "python", "gc", "launch", "fetch",
-    "tokenize", "decode",
-})  # fmt: skip
-_STEP = frozenset({"step", "iter", "iteration", "total", "epoch", "batch", "train", "e2e"})
-_COMPUTE = frozenset({
-    "compute", "fwd", "forward", "bwd", "backward", "gemm", "matmul", "kernel", "optimizer", "opt", "gpu", "attn", "mlp", "loss", "model",
-    "busy", "rtt",
-})  # fmt: skip
-_TIMED = frozenset({"time", "latency", "elapsed", "duration", "times", "timing"})
-_SCORE = frozenset({"score", "scores", "relative", "perf"})
-_THROUGHPUT = frozenset({"tflops", "tflop", "tf", "gflops", "flops", "tps", "mfu", "throughput", "etpt", "imgs", "rate"})
-_BANDWIDTH = frozenset({"bw", "busbw", "algbw", "bandwidth", "gbps", "gbs", "gb"})
-_NEVER = frozenset({"timeout", "timestamp", "start", "end", "version", "port", "pid", "size", "count", "lr", "interval", "limit", "threshold", "seq", "eta", "max_time"})
 
-GPU_NAMES = {
-    "temp": "temperature", "gtemp": "temperature", "gpu_temp": "temperature", "temperature": "temperature", "temp_c": "temperature",
-    "mtemp": "temperature_memory", "mem_temp": "temperature_memory", "hbm_temp": "temperature_memory",
-    "clk": "clock_sm", "clock": "clock_sm", "pclk": "clock_sm", "smclk": "clock_sm", "sm_clock": "clock_sm", "sm_clk": "clock_sm", "gpu_clock": "clock_sm",
-    "sm_mhz": "clock_sm", "clock_mhz": "clock_sm", "clk_mhz": "clock_sm", "gpc_clock": "clock_sm", "mhz": "clock_sm", "sm_clock_mhz": "clock_sm", "clocks": "clock_sm",
-    "max_clock": "clock_sm_max", "sm_max": "clock_sm_max", "clk_max": "clock_sm_max",
-    "pwr": "power", "power": "power", "power_w": "power", "watts": "power", "draw": "power", "power_draw": "power",
-    "power_limit": "power_limit", "limit_w": "power_limit", "plimit": "power_limit", "cap_w": "power_limit", "power_cap": "power_limit", "cap": "power_limit",
-    "power_default": "power_default", "default_limit": "power_default",
-    "util": "utilisation", "gpu_util": "utilisation", "gputl": "utilisation", "sm": "utilisation", "sm_util": "utilisation", "utilization": "utilisation",
-    "util_pct": "utilisation", "pstate": "pstate", "perf_state": "pstate",
-    "gen": "pcie_gen", "pcie_gen": "pcie_gen", "link_gen": "pcie_gen", "gen_cur": "pcie_gen", "pcie_gen_cur": "pcie_gen", "gen_current": "pcie_gen",
-    "gen_max": "pcie_gen_max", "pcie_gen_max": "pcie_gen_max", "max_gen": "pcie_gen_max",
-    "width": "pcie_width", "pcie_width": "pcie_width", "link_width": "pcie_width", "lanes": "pcie_width", "width_cur": "pcie_width", "pcie_lanes": "pcie_width",
-    "width_max": "pcie_width_max", "pcie_width_max": "pcie_width_max",
-    "sbecc": "ecc_corrected_volatile", "sbe": "ecc_corrected_volatile", "ecc_sbe": "ecc_corrected_volatile", "dbecc": "ecc_uncorrected_volatile",
-    "dbe": "ecc_uncorrected_volatile", "ecc_dbe": "ecc_uncorrected_volatile", "ecc_ce": "ecc_corrected_volatile", "ecc_ue": "ecc_uncorrected_volatile",
-    "replays": "pcie_replays", "pcie_replay": "pcie_replays", "pcie_replays": "pcie_replays",
-    "throttle": "reasons", "reasons": "reasons", "throttle_reason": "reasons", "throttle_reasons": "reasons", "clocks_event_reasons": "reasons",
-    "reason": "reasons", "slowdown": "reasons", "remap_pending": "remap_pending", "remap_failed": "remap_failed",
-}  # fmt: skip
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_WAIT = _words("""
+    wait waiting waits idle comm communication allreduce allgather reducescatter alltoall nccl sync barrier collective
+    exposed blocked stall
+""")
+_HOST = _words("""
+    host cpu data dataload loader dataloader loading prep preprocess input h2d io read python gc launch fetch tokenize
+    decode
+""")
+_STEP = _words("step iter iteration total epoch batch train e2e")
+_COMPUTE = _words("""
+    compute fwd forward bwd backward gemm matmul kernel optimizer opt gpu attn mlp loss model busy rtt
+""")
+_TIMED = _words("time latency elapsed duration times timing")
+_SCORE = _words("score scores relative perf")
+_THROUGHPUT = _words("tflops tflop tf gflops flops tps mfu throughput etpt imgs rate")
+_BANDWIDTH = _words("bw busbw algbw bandwidth gbps gbs gb")
+_NEVER = _words("""
+    timeout timestamp start end version port pid size count lr interval limit threshold seq eta
+""")
+
+_LEVEL_NAMES = {
+    "temperature": "temp gtemp gpu_temp temperature temp_c",
+    "temperature_memory": "mtemp mem_temp hbm_temp",
+    "clock_sm": "clk clock pclk smclk sm_clock sm_clk gpu_clock sm_mhz clock_mhz clk_mhz gpc_clock mhz sm_clock_mhz clocks",
+    "clock_sm_max": "max_clock sm_max clk_max",
+    "power": "pwr power power_w watts draw power_draw",
+    "power_limit": "power_limit limit_w plimit cap_w power_cap cap",
+    "power_default": "power_default default_limit",
+    "utilisation": "util gpu_util gputl sm sm_util utilization util_pct",
+    "pstate": "pstate perf_state",
+    "pcie_gen": "gen pcie_gen link_gen gen_cur pcie_gen_cur gen_current",
+    "pcie_gen_max": "gen_max pcie_gen_max max_gen",
+    "pcie_width": "width pcie_width link_width lanes width_cur pcie_lanes",
+    "pcie_width_max": "width_max pcie_width_max",
+    "ecc_corrected_volatile": "sbecc sbe ecc_sbe ecc_ce",
+    "ecc_uncorrected_volatile": "dbecc dbe ecc_dbe ecc_ue",
+    "pcie_replays": "replays pcie_replay pcie_replays",
+    "reasons": "throttle reasons throttle_reason throttle_reasons clocks_event_reasons reason slowdown",
+    "remap_pending": "remap_pending",
+    "remap_failed": "remap_failed",
+}
+GPU_NAMES = {name: level for level, names in _LEVEL_NAMES.items() for name in names.split()}
 """Names that people and dmon give to levels of a GPU, in a table of GPUs."""
 
 _REASON_WORDS = {
@@ -70,8 +78,8 @@ _REASON_WORDS = {
 def words_of(name: str) -> tuple[str, ...]:
     """The words of a name: "gpuComputeMs" and "gpu_compute-ms" give gpu, compute, ms."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
-    return tuple(re.findall(r"[a-z]+|\d+", spaced.lower().replace("all_reduce", "allreduce").replace("all-reduce", "allreduce")
-                            .replace("all_gather", "allgather").replace("reduce_scatter", "reducescatter")))  # fmt: skip
+    joined = re.sub(r"(all|reduce)[ _-](reduce|gather|scatter|to[ _-]all)", r"\1\2", spaced.lower())
+    return tuple(re.findall(r"[a-z]+|\d+", joined))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,6 +91,8 @@ def metric_kind(name: str, unit: str = "") -> MetricKind | None:
         return None
     if unit in {"gb/s", "gbps", "gib/s", "mb/s"} or words & _BANDWIDTH:
         return "bandwidth"
+    if {"per", "s"} <= words or {"per", "sec"} <= words or {"per", "second"} <= words:
+        return "throughput"
     if unit in {"tflops", "tflop/s", "tok/s", "tokens/s", "it/s", "samples/s"} or words & _THROUGHPUT:
         return "throughput"
     if words & _SCORE:

@@ -14,7 +14,9 @@ WORDS = ("ncclras", "NCCL version", "job process", "Communicators...", "28028", 
 _DEAD = re.compile(r"(?P<count>\d+) job process(?:es)? (?:is|are) considered dead", re.IGNORECASE)
 _MISSING = re.compile(r"Missing communicator data from (?P<count>\d+) (?:job process|rank)", re.IGNORECASE)
 _APART = re.compile(r"Communicator ranks have different (?P<what>[\w ]+)", re.IGNORECASE)
-_PROCESS = re.compile(r"Process (?P<pid>\d{1,10}) on node (?P<node>[\w.:-]+?)(?: managing GPUs? (?P<gpu>\d{1,3}))?(?:\s|,|\.|\Z)")
+_PROCESS = re.compile(
+    r"Process (?P<pid>\d{1,10}) on node (?P<node>[\w.:-]+?)(?: managing GPUs? (?P<gpu>\d{1,3}))?(?:\s|,|\.|\Z)"
+)
 _RANK = re.compile(r"\s*Rank (?P<rank>\d{1,7})\s*(?:--|:|has|is)")
 _FEW = re.compile(r"(?P<count>\d+) ranks? (?:has|have) (?:launched up to operation|status) (?P<at>\w+)", re.IGNORECASE)
 
@@ -26,7 +28,11 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
     events: list[Event] = []
     kind: str | None = None
     for line in lines_of(document):
-        for pattern, signature in ((_DEAD, "ncclras.dead"), (_MISSING, "ncclras.missing"), (_APART, "ncclras.mismatch")):
+        for pattern, signature in (
+            (_DEAD, "ncclras.dead"),
+            (_MISSING, "ncclras.missing"),
+            (_APART, "ncclras.mismatch"),
+        ):
             match = pattern.search(line.text)
             if match is not None:
                 kind = signature

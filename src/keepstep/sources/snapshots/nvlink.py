@@ -18,9 +18,23 @@ WORDS = ("Link ", "GPU0", "nvlink", "topo -m")
 
 _GPU = re.compile(r"\s*GPU (?P<index>\d{1,3}):\s*(?:.*?\(UUID:\s*(?P<uuid>GPU-[0-9a-fA-F-]+)\))?")
 _LINK = re.compile(r"\s*Link (?P<link>\d{1,2}):\s*(?P<rest>.+?)\s*\Z")
-_ERROR = re.compile(r"(?P<what>Replay|Recovery|CRC(?: FLIT| Data| Lane \d)?|Link recovery (?:successful|failed)|Symbol|Effective)\s*(?:Errors?|events)?:\s*(?P<value>\S+)", re.IGNORECASE)
-_ERRORS = {"replay": "nvlink_replay", "recovery": "nvlink_recovery", "crc": "nvlink_crc_flit", "crc flit": "nvlink_crc_flit", "crc data": "nvlink_crc_data", "link recovery successful": "nvlink_recovery", "symbol": "nvlink_symbol"}
-_ROW = re.compile(r"\s*GPU(?P<index>\d{1,3})\s+(?P<cells>(?:(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX|OK|NS|CNS|DR|N/A)\s+)*(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX))\b")
+_ERROR = re.compile(
+    r"(?P<what>Replay|Recovery|CRC(?: FLIT| Data| Lane \d)?|Link recovery (?:successful|failed)|Symbol|Effective)"
+    r"\s*(?:Errors?|events)?:\s*(?P<value>\S+)",
+    re.IGNORECASE,
+)
+_ERRORS = {
+    "replay": "nvlink_replay",
+    "recovery": "nvlink_recovery",
+    "crc": "nvlink_crc_flit",
+    "crc flit": "nvlink_crc_flit",
+    "crc data": "nvlink_crc_data",
+    "link recovery successful": "nvlink_recovery",
+    "symbol": "nvlink_symbol",
+}
+_ROW = re.compile(
+    r"\s*GPU(?P<index>\d{1,3})\s+(?P<cells>(?:(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX|OK|NS|CNS|DR|N/A)\s+)*(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX))\b"
+)
 
 
 class Link(NamedTuple):
@@ -107,7 +121,9 @@ def _link_events(links: list[Link], document: Document, catalog: Catalog) -> lis
 def _matrix_events(document: Document, catalog: Catalog) -> list[Event]:
     """An event for a GPU whose NVLinks to its peers are fewer than those of the other pairs."""
     rows = list(_matrix(document))
-    pairs = [cell for _, index, cells in rows for other, cell in enumerate(cells) if other != index and other < len(rows)]
+    pairs = [
+        cell for _, index, cells in rows for other, cell in enumerate(cells) if other != index and other < len(rows)
+    ]
     usual = Tally(cell for cell in pairs if cell.startswith("NV")).most_common(1)
     if len(rows) < 3 or not usual or usual[0][1] * 2 < len(pairs):
         return []

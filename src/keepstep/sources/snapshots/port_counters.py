@@ -13,7 +13,20 @@ from keepstep.sources.snapshots.making import lines_of, mentions, number
 from keepstep.sources.snapshots.ports import DEVICE, Port, port_events
 from keepstep.sources.snapshots.totals import Total, total_events
 
-WORDS = ("NIC statistics", "ethtool", "perfquery", "Port counters", "counters", "SymbolError", "LinkDowned", "_phy:", "ip -s", "hw_counters", "RX: ", "RX:  bytes")
+WORDS = (
+    "NIC statistics",
+    "ethtool",
+    "perfquery",
+    "Port counters",
+    "counters",
+    "SymbolError",
+    "LinkDowned",
+    "_phy:",
+    "ip -s",
+    "hw_counters",
+    "RX: ",
+    "RX:  bytes",
+)
 
 _SYSFS = re.compile(
     r"/(?P<nic>[\w.-]+)/ports/(?P<port>\d{1,3})/(?:(?P<kind>counters|hw_counters)/(?P<counter>\w+)|(?P<level>state|phys_state|rate|link_layer))\Z"
@@ -49,8 +62,8 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
 
 
 def _file(match: re.Match[str], document: Document, catalog: Catalog) -> list[Event] | None:
-    """One file of /sys/class/infiniband: a counter that is not zero, or a level. A counter of zero gives nothing; beside a tree that
-    has the port, its absence says zero."""
+    """One file of /sys/class/infiniband: a counter that is not zero, or a level. A counter of zero gives nothing; beside a tree
+    that has the port, its absence says zero."""
     line = document.lines[0] if document.lines else None
     if line is None:
         return None
@@ -109,7 +122,10 @@ def read(document: Document) -> Iterator[Total]:
 def elapsed_of(text: str) -> float | None:
     """Seconds between two samples, from a comment such as "# +21 min", "# 20 s later", "after 5 minutes:"; None for other lines."""
     stripped = text.strip()
-    if not stripped.startswith(("#", "+", "--", "after", "After", "(", "...", "later", "==", "t+", "T+")) and "later" not in stripped:
+    if (
+        not stripped.startswith(("#", "+", "--", "after", "After", "(", "...", "later", "==", "t+", "T+"))
+        and "later" not in stripped
+    ):
         return None
     match = _LATER.search(stripped)
     if match is None or len(stripped) > 80:

@@ -16,19 +16,24 @@ from keepstep.sources.snapshots.making import EVENTS_LIMIT, lines_of, make, ment
 from keepstep.sources.snapshots.totals import Total, total_events
 
 WORDS = (
-    "CA '", "Infiniband device", "hca_id", "rdma link", "ibdev2netdev", "==>", "link_layer", "Link layer", "Physical state", "link ",
-    "mtu ", "mlx5_", "PORT_", "physical_state", "ibstat",
+    "CA '", "Infiniband device", "hca_id", "rdma link", "ibdev2netdev", "==>", "link_layer", "Link layer", "Physical state",
+    "link ", "mtu ", "mlx5_", "PORT_", "physical_state", "ibstat",
 )  # fmt: skip
 
-DEVICE = r"(?:mlx[45]_(?:bond_)?\d+|rocep\w+|ibp\w+|bnxt_re\d+|irdma\d+|efa_\d+|rdmap\w+|hfi1_\d+|roce\w+\d|erdma_\d+|ib\d+)"
+DEVICE = (
+    r"(?:mlx[45]_(?:bond_)?\d+|rocep\w+|ibp\w+|bnxt_re\d+|irdma\d+|efa_\d+|rdmap\w+|hfi1_\d+|roce\w+\d|erdma_\d+|ib\d+)"
+)
 _DEVICE_LINE = re.compile(
-    rf"\s*(?:CA '(?P<ca>[\w.-]+)'|Infiniband device '(?P<sys>[\w.-]+)' port (?P<sysport>\d+) status:?|hca_id:\s*(?P<hca>[\w.-]+))"
+    r"\s*(?:CA '(?P<ca>[\w.-]+)'|Infiniband device '(?P<sys>[\w.-]+)' port (?P<sysport>\d+) status:?|hca_id:\s*(?P<hca>[\w.-]+))"
 )
 _RDMA = re.compile(
-    r"\s*(?:\d+/\d+:\s*)?link (?P<nic>[\w.-]+)/(?P<port>\d+).*?\bstate (?P<state>\w+)(?:\s+physical_state (?P<physical>\w+))?(?P<rest>.*)"
+    r"\s*(?:\d+/\d+:\s*)?link (?P<nic>[\w.-]+)/(?P<port>\d+).*?\bstate (?P<state>\w+)"
+    r"(?:\s+physical_state (?P<physical>\w+))?"
 )
 _DEV2NET = re.compile(r"\s*(?P<nic>[\w.-]+) port (?P<port>\d+) ==> (?P<net>[\w.-]+) \((?P<state>\w+)\)")
-_IP = re.compile(r"\s*(?:\d+:\s*)?(?P<nic>[a-z][\w.@-]*):\s*<(?P<flags>[A-Z_,0-9-]*)>.*?\bmtu (?P<mtu>\d+)(?:.*?\bstate (?P<state>\w+))?")
+_IP = re.compile(
+    r"\s*(?:\d+:\s*)?(?P<nic>[a-z][\w.@-]*):\s*<(?P<flags>[A-Z_,0-9-]*)>.*?\bmtu (?P<mtu>\d+)(?:.*?\bstate (?P<state>\w+))?"
+)
 _SHORT = re.compile(
     rf"\b(?P<nic>{DEVICE})(?:[ /:]+(?:port )?\d{{1,2}})?[\s:=,]+(?:state\s*)?(?:\d: ?)?"
     r"(?P<state>Active|ACTIVE|Down|DOWN|Init|INIT|Armed|Polling|Disabled|PORT_\w+)\b"
@@ -56,7 +61,21 @@ _KEYS = {
     "symbol errors": "symbol_error",
 }
 _UP = frozenset({"active", "linkup", "link_up", "up", "port_active", "lower_up"})
-_DOWN = frozenset({"down", "init", "armed", "initializing", "polling", "disabled", "port_down", "port_init", "sleep", "training", "no-carrier"})
+_DOWN = frozenset(
+    {
+        "down",
+        "init",
+        "armed",
+        "initializing",
+        "polling",
+        "disabled",
+        "port_down",
+        "port_init",
+        "sleep",
+        "training",
+        "no-carrier",
+    }
+)
 
 
 class Port(NamedTuple):
@@ -155,9 +174,15 @@ def _one_line(line: Line) -> Iterator[Port]:
         yield Port(match["nic"], match["port"], line, {"state": match["state"], "net": match["net"]})
     elif match := _IP.match(line.text):
         name = match["nic"].split("@")[0]
-        if name == "lo" or name.startswith(("docker", "veth", "cni", "cali", "flannel", "br-", "virbr", "tun", "dummy")):
+        if name == "lo" or name.startswith(
+            ("docker", "veth", "cni", "cali", "flannel", "br-", "virbr", "tun", "dummy")
+        ):
             return
-        state = "no-carrier" if "NO-CARRIER" in match["flags"] else match["state"] or ("up" if "LOWER_UP" in match["flags"] else "")
+        state = (
+            "no-carrier"
+            if "NO-CARRIER" in match["flags"]
+            else match["state"] or ("up" if "LOWER_UP" in match["flags"] else "")
+        )
         told = {"state": state, "flags": match["flags"], "mtu": match["mtu"]}
         yield Port(name, "", line, told)
     elif not _DEVICE_LINE.match(line.text):

@@ -6,6 +6,7 @@ A gauge holds a level, not an event. Two scrapes of one series are two samples. 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,10 +28,10 @@ _SERIES = re.compile(
     r"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{1,3})?|NaN))(?:\s+@?\[?(?P<time>\d{9,13}(?:\.\d+)?)\]?)?"
 )
 _LABEL = re.compile(r'(?P<key>\w+)\s*=\s*"(?P<value>[^"]*)"')
-_SAID = re.compile(
-    r"(?P<name>DCGM_FI_\w+)\W+gpu\s*[=:#]?\s*\"?(?P<gpu>\d{1,3})", re.IGNORECASE
+_SAID = re.compile(r"(?P<name>DCGM_FI_\w+)\W+gpu\s*[=:#]?\s*\"?(?P<gpu>\d{1,3})", re.IGNORECASE)
+_RATE = re.compile(
+    r"(?:rate\D{0,12})?(?P<rate>\d[\d.]*(?:[eE][-+]?\d{1,3})?)\s*(?:/|per )\s*(?:s|sec|second)\b(?P<rest>[^;,|]{0,60})"
 )
-_RATE = re.compile(r"(?:rate\D{0,12})?(?P<rate>\d[\d.]*(?:[eE][-+]?\d{1,3})?)\s*(?:/|per )\s*(?:s|sec|second)\b(?P<rest>[^;,|]{0,60})")
 _NODE = ("hostname", "node", "instance", "kubernetes_node", "nodename")
 
 
@@ -117,7 +118,7 @@ def _totals(series: list[Series]) -> Iterator[Total]:
             value = float(one.value)
         except ValueError:
             continue
-        if value != value:
+        if math.isnan(value):
             continue
         device = one.labels.get("device", "")
         port = one.labels.get("port", "")
@@ -149,7 +150,13 @@ def _said(document: Document) -> Iterator[Total]:
             continue
         for sample, said in enumerate(_RATE.finditer(line.text, match.end())):
             rest = said["rest"].lower()
-            busy = False if "idle" in rest else True if any(w in rest for w in ("running", "load", "busy", "job")) else None
+            busy = (
+                False
+                if "idle" in rest
+                else True
+                if any(w in rest for w in ("running", "load", "busy", "job"))
+                else None
+            )
             yield Total(
                 counter.counter, number(said["rate"]) or 0.0, line, gpu=gpu_named(int(match["gpu"])),
                 family=counter.family, sample=sample, rate=True, busy=busy,

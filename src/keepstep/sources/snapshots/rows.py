@@ -1,7 +1,7 @@
 """Rows of tables and of lines with `key=value`: what each says about which rank, GPU, node or link.
 
-People paste measurements as aligned columns, CSV, Markdown, JSON lines, "rank 3: 612 ms" or "0:610/402 1:612/400". Each becomes rows of
-the same form here; what they mean is told elsewhere.
+People paste measurements as aligned columns, CSV, Markdown, JSON lines, "rank 3: 612 ms" or "0:610/402 1:612/400". Each becomes
+rows of the same form here; what they mean is told elsewhere.
 """
 
 from __future__ import annotations
@@ -19,27 +19,46 @@ from keepstep.sources.snapshots.port_counters import elapsed_of
 
 ROWS_LIMIT = 20_000
 
-ENTITIES = {
-    "rank": "rank", "rank_id": "rank", "global_rank": "rank", "worker": "rank", "task": "rank", "rank_num": "rank",
-    "gpu": "gpu", "gpu_id": "gpu", "idx": "gpu", "index": "gpu", "gpu_index": "gpu", "device": "gpu", "local_rank": "gpu", "entity": "gpu",
-    "node": "node", "host": "node", "hostname": "node", "nodename": "node", "server": "node", "machine": "node", "nodes": "node", "pod": "node",
-    "nic": "nic", "hca": "nic", "dev": "nic", "port": "port", "iface": "nic", "interface": "nic", "link": "link", "lane": "link",
-    "pair": "pair", "nodepair": "pair",
-}  # fmt: skip
+_ENTITY_NAMES = {
+    "rank": "rank rank_id global_rank worker task rank_num",
+    "gpu": "gpu gpu_id idx index gpu_index device local_rank entity",
+    "node": "node host hostname nodename server machine nodes pod",
+    "nic": "nic hca dev iface interface",
+    "port": "port",
+    "link": "link lane",
+    "pair": "pair nodepair",
+}
+ENTITIES = {name: kind for kind, names in _ENTITY_NAMES.items() for name in names.split()}
 """Names of columns and keys that say what a row is about."""
 STEPS = frozenset({"step", "iter", "iteration", "window", "round", "epoch", "sample", "time", "timestamp", "ts", "t"})
-SLOWEST = frozenset({"slowest_rank", "slowest", "slow_rank", "straggler", "slowest_gpu", "slowest_node", "last_rank", "straggler_rank", "max_rank", "slowest_host"})
+SLOWEST = frozenset(
+    {"slowest_rank", "slowest", "slow_rank", "straggler", "slowest_gpu", "slowest_node", "last_rank", "straggler_rank"}
+    | {"max_rank", "slowest_host"}
+)
 
 _UNITS = r"(?:ms|us|secs?|seconds|s|min|GB/s|Gb/s|MB/s|GiB/s|MHz|TFLOPS?|TFLOP/s|tok/s|tokens/s|it/s|samples/s|°C|C|W|%|MiB|GiB|x)"
-_VALUE = rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
+_VALUE = (
+    rf"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{{1,3}})?|nan|NaN|NAN|inf)(?:/[\d.]+)*)\s?(?P<unit>{_UNITS}(?![\w/]))?"
+)
 _GLUED = re.compile(rf"(?<=\d) (?={_UNITS}(?:[\s|,;]|\Z))")
 _CELL = re.compile(rf"{_VALUE}\Z")
 _PAREN = re.compile(r"\s*[(\[](?P<unit>[^)\]]*)[)\]]\s*\Z")
-_KEYED = re.compile(rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*))")
-_NAMED = re.compile(r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))")
-_LOOSE = re.compile(rf"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
+_KEYED = re.compile(
+    rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))"
+)
+_NAMED = re.compile(
+    r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
+)
+_LOOSE = re.compile(
+    r"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
+    rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
+)
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
-_OTHERS = re.compile(r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)", re.IGNORECASE)
+_OTHERS = re.compile(
+    r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}"
+    r"(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)",
+    re.IGNORECASE,
+)
 _COMPACT = re.compile(r"(?<!\S)(?P<id>\d{1,6}):(?P<values>\d[\d.]*(?:/\d[\d.]*)*)(?!\S)")
 _HEADING = re.compile(r"\s*(?P<name>[A-Za-z][\w /-]{1,40}?)(?:\s*\((?P<unit>\w+)\))?:\s*\Z")
 
@@ -53,7 +72,8 @@ class Value(NamedTuple):
 
 
 class Row(NamedTuple):
-    """`about`: kind of entity -> which. `step`: of the run, where the row says it. `sample`: counted up by comments like "+5 min"."""
+    """`about`: kind of entity -> which. `step`: of the run, where the row says it. `sample`: counted up by comments like "+5
+    min"."""
 
     line: Line
     about: dict[str, str]
@@ -64,13 +84,15 @@ class Row(NamedTuple):
 
 
 class _Header(NamedTuple):
+    """One way to take a header apart; aligned columns may be cut at every space or at wide gaps only."""
+
     separator: str
     columns: list[tuple[str, str]]
 
 
 def read(document: Document) -> Iterator[Row]:
     """All rows of the document, in order, at most ROWS_LIMIT."""
-    header: _Header | None = None
+    headers: list[_Header] = []
     heading = Value("time", "", "")
     sample, elapsed, count = 0, 0.0, 0
     node = node_of(document)
@@ -82,22 +104,22 @@ def read(document: Document) -> Iterator[Row]:
         if later is not None and count:
             sample, elapsed = sample + 1, elapsed + later
             continue
-        found = _header(text)
-        if found is not None:
-            header = found
+        found = _headers(text)
+        if found:
+            headers = found
             continue
         if named := _HEADING.match(line.text):
             heading = Value(named["name"], named["unit"] or "", "")
-        rows = list(_rows(line, text, header, heading))
+        rows = list(_rows(line, text, headers, heading))
         for row in rows:
             about = row.about if "node" in row.about or node is None else {**row.about, "node": node}
             count += 1
             yield row._replace(about=about, sample=sample, elapsed_s=elapsed if elapsed or sample == 0 else None)
 
 
-def _rows(line: Line, text: str, header: _Header | None, heading: Value) -> Iterator[Row]:
+def _rows(line: Line, text: str, headers: list[_Header], heading: Value) -> Iterator[Row]:
     """The rows of one line, by the first form that fits."""
-    if header is not None:
+    for header in headers:
         row = _table_row(line, text, header)
         if row is not None:
             yield row
@@ -124,11 +146,12 @@ def cells_of(text: str, separator: str) -> list[str]:
     return [cell.strip() for cell in text.split(separator)]
 
 
-def _header(text: str) -> _Header | None:
-    """The header that a line is: names of entities and of something measured, and no numbers."""
+def _headers(text: str) -> list[_Header]:
+    """The header that a line is, in every way it can be cut: names of entities and of something measured, and no numbers."""
     bare = text.lstrip("#").strip()
     if not bare or re.search(r"(?<![\w.])\d[\d.]*(?![\w.])", bare) or len(bare) > 600 or "=" in bare:
-        return None
+        return []
+    found = []
     for separator in ("|", "\t", ",", "  ", " "):
         if separator not in bare:
             continue
@@ -142,12 +165,16 @@ def _header(text: str) -> _Header | None:
         about = [name for name in plain if name in ENTITIES or name in SLOWEST or name in STEPS]
         measured = [n for (n, unit), p in zip(columns, plain, strict=True) if p not in ENTITIES and _measures(n, unit)]
         if about and (measured or any(name in SLOWEST for name in plain)) and len(columns) > 1 and all(plain):
-            return _Header(separator, columns)
-    return None
+            found.append(_Header(separator, columns))
+    return found
 
 
 def _measures(name: str, unit: str) -> bool:
-    return metric_kind(name, unit.split("/")[0] if unit in {"max/min", "cur/max"} else unit) is not None or gpu_level(name) is not None or is_counter(name)
+    return (
+        metric_kind(name, unit.split("/", maxsplit=1)[0] if unit in {"max/min", "cur/max"} else unit) is not None
+        or gpu_level(name) is not None
+        or is_counter(name)
+    )
 
 
 def _plain(name: str) -> str:
@@ -157,8 +184,8 @@ def _plain(name: str) -> str:
 def _table_row(line: Line, text: str, header: _Header) -> Row | None:
     """A row under a header; None when the line does not fit it."""
     cells = cells_of(text, header.separator)
-    if len(cells) != len(header.columns):
-        cells = cells_of(text, "  ") if header.separator == " " else cells_of(text, " ")
+    if len(cells) != len(header.columns) and header.separator in " \t":
+        cells = cells_of(text, "  " if header.separator == " " else " ")
     if len(cells) != len(header.columns) or not any(cell[:1].isdigit() or cell.lower() == "nan" for cell in cells):
         return None
     about: dict[str, str] = {}
@@ -220,7 +247,10 @@ def _compact_rows(line: Line, text: str, found: list[re.Match[str]]) -> Iterator
         parts = match["values"].split("/")
         if len(measured) < len(parts):
             return
-        values = [Value(n, "", p) for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)]
+        values = [
+            Value(n, "", p)
+            for n, p in zip(measured[-len(parts) :] if len(measured) > len(parts) else measured, parts, strict=True)
+        ]
         yield Row(line, {ENTITIES[_plain(kinds[0])] if kinds else "rank": match["id"]}, values)
 
 
@@ -243,10 +273,14 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
     taken = {position for position, _, _ in marks}
     marks += [(m.start(), ENTITIES[m["key"].lower()], m["id"]) for m in _NAMED.finditer(text) if m.start() not in taken]
     if not values:
-        values = [(m.start(), Value(m["key"], m["unit"], m["value"])) for m in _LOOSE.finditer(text) if is_speed(m["key"], m["unit"])]
-    if not values and len(marks) == 1 and (alone := _ALONE.search(text, marks[0][0])):
-        if metric_kind(heading.name, alone["unit"]) is not None:
-            values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
+        values = [
+            (m.start(), Value(m["key"], m["unit"], m["value"]))
+            for m in _LOOSE.finditer(text)
+            if is_speed(m["key"], m["unit"])
+        ]
+    alone = _ALONE.search(text, marks[0][0]) if not values and len(marks) == 1 else None
+    if alone is not None and metric_kind(heading.name, alone["unit"]) is not None:
+        values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
     if not values:
         return
     if not marks:
@@ -261,7 +295,9 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
         yield Row(line, {marks[0][1]: "others"}, [last._replace(text=others["value"])], step)
 
 
-def _grouped(line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str) -> Iterator[Row]:
+def _grouped(
+    line: Line, marks: list[tuple[int, str, str]], values: list[tuple[int, Value]], step: str
+) -> Iterator[Row]:
     """Values with the entities before them; an entity of a kind that was there already begins the next row."""
     about: dict[str, str] = {}
     mine: list[Value] = []

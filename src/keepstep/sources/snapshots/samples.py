@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -114,7 +115,7 @@ def level_of(field: Field, text: str) -> Level | None:
     """The value of a text for a field; None where the tool told none."""
     if field.kind in {"number", "reasons"}:
         value = number(text)
-        return None if value is None or value in _BLANKS or value != value else value
+        return None if value is None or value in _BLANKS or math.isnan(value) else value
     if field.kind == "flag":
         flag = yes_no(text)
         if flag is None and (value := number(text)) is not None and value not in _BLANKS:

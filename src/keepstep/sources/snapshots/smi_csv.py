@@ -1,7 +1,7 @@
 """`nvidia-smi --query-gpu=... --format=csv` with any columns, and `--query-compute-apps`.
 
-Columns are known by their header. Without one (noheader) the command says them, where the transcript has it. The same GPU again is the
-next sample, a comment between rows too.
+Columns are known by their header. Without one (noheader) the command says them, where the transcript has it. The same GPU again is
+the next sample, a comment between rows too.
 """
 
 from __future__ import annotations

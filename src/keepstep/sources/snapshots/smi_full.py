@@ -1,7 +1,7 @@
 """`nvidia-smi -q`, whole or with `-d SECTION`, and what grep leaves of it.
 
-The listing is indented sections of "Label : value". A paste may have lost the indentation, the section or the GPU it belongs to, so a
-label is looked up with as much of its path as there is.
+The listing is indented sections of "Label : value". A paste may have lost the indentation, the section or the GPU it belongs to, so
+a label is looked up with as much of its path as there is.
 """
 
 from __future__ import annotations

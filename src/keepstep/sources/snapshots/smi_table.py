@@ -18,7 +18,9 @@ from keepstep.sources.snapshots.samples import Building, GpuSample
 from keepstep.sources.snapshots.smi_full import listing_time
 
 _VERSIONS = re.compile(r"NVIDIA-SMI\s+\S+\s+Driver Version:\s*(?P<driver>[\d.]+)")
-_FIRST = re.compile(r"\|\s*(?P<index>\d{1,3}|ERR!)\s+(?P<name>\S.*?)\s*\|\s*(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)")
+_FIRST = re.compile(
+    r"\|\s*(?P<index>\d{1,3}|ERR!)\s+(?P<name>\S.*?)\s*\|\s*(?P<pci>[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)"
+)
 _ECC = re.compile(r"\|\s*(?P<ecc>\d+|N/A|Off|ERR!)\s*\|\s*\Z")
 _SECOND = re.compile(
     r"\|\s*(?P<fan>\d+%|N/A|ERR!)\s+(?P<temp>\d+C|N/A|ERR!)\s+(?P<pstate>P\d+|N/A|ERR!)\s+"
@@ -40,9 +42,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
         return None
     samples = list(read(document))
     processes = [
-        process_event(
-            catalog, document, line, int(match["pid"]), match["used"], gpu_named(index=int(match["gpu"]))
-        )
+        process_event(catalog, document, line, int(match["pid"]), match["used"], gpu_named(index=int(match["gpu"])))
         for line in lines_of(document)
         if (match := _PROCESS.match(line.text.strip()))
     ]

@@ -23,11 +23,35 @@ SERIES_LIMIT = 64
 ENTITIES_LIMIT = 20_000
 POINTS_LIMIT = 200
 """Points of one entity in one series; the newest are kept."""
-WORDS = ("rank", "Rank", "gpu", "GPU", "node", "Node", "host", "slowest", "link", "worker", "nic")
+WORDS = (
+    "rank",
+    "Rank",
+    "gpu",
+    "GPU",
+    "node",
+    "Node",
+    "host",
+    "Host",
+    "slowest",
+    "link",
+    "worker",
+    "nic",
+    "pair",
+    "hca",
+    "device",
+    "idx",
+    "server",
+    "machine",
+)
 
-_MEGATRON = re.compile(r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})")
+_MEGATRON = re.compile(
+    r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})"
+)
 _NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]*['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
-_SLOW_LIST = re.compile(r"(?:straggl\w+|slow(?:est)?)[^\[{(]{0,60}?(?:ranks?|nodes?|gpus?)\W{0,4}[\[{(](?P<ids>[^\])}]{0,400})[\])}]", re.IGNORECASE)
+_SLOW_LIST = re.compile(
+    r"(?:straggl\w+|slow(?:est)?)[^\[{(]{0,60}?(?:ranks?|nodes?|gpus?)\W{0,4}[\[{(](?P<ids>[^\])}]{0,400})[\])}]",
+    re.IGNORECASE,
+)
 
 
 def parse(document: Document, catalog: Catalog) -> list[Event] | None:
@@ -56,7 +80,9 @@ def _gpu_samples(rows: Iterable[Row]) -> list[GpuSample]:
             continue
         key = (row.about.get("node", ""), index)
         building = Building(number=max(row.sample, seen.get(key, -1) + 1))
-        building.identity = {"index": re.sub(r"\D", "", index)[:4]} if not index.startswith(("GPU-", "MIG-")) else {"uuid": index}
+        building.identity = (
+            {"index": re.sub(r"\D", "", index)[:4]} if not index.startswith(("GPU-", "MIG-")) else {"uuid": index}
+        )
         building.node = row.about.get("node") or row.line.node
         for value in row.values:
             _set_level(building, value, row.line)
@@ -87,7 +113,11 @@ def _totals(rows: Iterable[Row]) -> Iterator[Total]:
     """Columns that are error counters, of links or of network devices."""
     for row in rows:
         for value in row.values:
-            if gpu_level(value.name) is not None or not is_counter(value.name) or (amount := number(value.text)) is None:
+            if (
+                gpu_level(value.name) is not None
+                or not is_counter(value.name)
+                or (amount := number(value.text)) is None
+            ):
                 continue
             gpu = row.about.get("gpu", "")
             yield Total(
@@ -130,7 +160,14 @@ def _series(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[E
             if key not in found:
                 if len(found) >= SERIES_LIMIT:
                     continue
-                found[key] = {"metric": value.name, "kind": kind, "unit": value.unit, "by": who[0], "values": {}, "nodes": {}}
+                found[key] = {
+                    "metric": value.name,
+                    "kind": kind,
+                    "unit": value.unit,
+                    "by": who[0],
+                    "values": {},
+                    "nodes": {},
+                }
                 lines[key] = row.line
             values = found[key]["values"]
             if who[1] not in values and len(values) >= ENTITIES_LIMIT:
@@ -175,7 +212,11 @@ def _slowest(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[
         attrs = {"slowest": names[-POINTS_LIMIT:], "values": {k: v[-POINTS_LIMIT:] for k, v in values.items()}}
         events.append(make(catalog, "straggler.slowest", document, first, attrs=attrs))
     if extremes and line is not None:
-        events.append(make(catalog, "straggler.slowest", document, line, attrs={"slowest": extremes[-POINTS_LIMIT:], "values": {}}))
+        events.append(
+            make(
+                catalog, "straggler.slowest", document, line, attrs={"slowest": extremes[-POINTS_LIMIT:], "values": {}}
+            )
+        )
     for said in document.lines:
         if _NAN_SCORES.search(said.text[:2000]):
             events.append(make(catalog, "straggler.no_scores", document, said))
@@ -190,7 +231,9 @@ def _extremes(document: Document) -> tuple[list[str], Line | None]:
     for line in document.lines:
         if "/Rnk" not in line.text:
             continue
-        found = {(m["side"], m["what"]): (number(m["value"]) or 0.0, m["rank"]) for m in _MEGATRON.finditer(line.text[:2000])}
+        found = {
+            (m["side"], m["what"]): (number(m["value"]) or 0.0, m["rank"]) for m in _MEGATRON.finditer(line.text[:2000])
+        }
         fast, long = found.get(("Mn", "Rtt")), found.get(("Mx", "Rtt"))
         if fast is None or long is None:
             low, high = found.get(("Mn", "ETpt")), found.get(("Mx", "ETpt"))

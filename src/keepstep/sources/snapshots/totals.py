@@ -16,8 +16,8 @@ from keepstep.sources.snapshots.making import EVENTS_LIMIT, make
 
 
 class Total(NamedTuple):
-    """One reading. `counter`: as the tool calls it. `port`: of a network device, or link of a GPU. `elapsed_s`: since the first sample
-    of the document, where it says so. `rate`: `value` is already per second. `busy`: whether work ran, where it is said."""
+    """One reading. `counter`: as the tool calls it. `port`: of a network device, or link of a GPU. `elapsed_s`: since the first
+    sample of the document, where it says so. `rate`: `value` is already per second. `busy`: whether work ran, where it is said."""
 
     counter: str
     value: float

@@ -1,0 +1,43 @@
+"""Metrics of a DCGM exporter or another exporter of this machine, over HTTP."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+from keepstep.catalog.load import Catalog
+from keepstep.records.errors import ConfigError
+from keepstep.records.event import Event
+from keepstep.sources.documents import split
+from keepstep.sources.snapshots import prometheus
+
+TIMEOUT_S = 5.0
+SIZE_LIMIT = 32 << 20
+"""Bytes. An exporter of eight GPUs with all fields gives half a megabyte."""
+
+
+class ScrapeError(ConfigError):
+    """The endpoint could not be read."""
+
+
+def scrape(url: str, timeout_s: float = TIMEOUT_S) -> str:
+    """The text of a metrics endpoint. Raises ScrapeError naming the address, what happened and what to try."""
+    if not url.startswith(("http://", "https://")):
+        raise ScrapeError(f"{url}: not an http address; dcgm-exporter listens on http://NODE:9400/metrics")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            body: bytes = answer.read(SIZE_LIMIT + 1)
+    except (OSError, urllib.error.URLError, ValueError) as error:
+        raise ScrapeError(f"{url}: {error}; is dcgm-exporter running there?") from error
+    if len(body) > SIZE_LIMIT:
+        raise ScrapeError(f"{url}: more than {SIZE_LIMIT} bytes; is this a metrics endpoint?")
+    return body.decode(errors="replace")
+
+
+def metric_events(url: str, catalog: Catalog, timeout_s: float = TIMEOUT_S) -> list[Event]:
+    """Levels of the GPUs that an exporter reports. Raises ScrapeError."""
+    return [
+        event
+        for document in split(url, scrape(url, timeout_s))
+        for event in prometheus.parse(document, catalog) or []
+    ]
