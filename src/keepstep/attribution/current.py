@@ -12,19 +12,20 @@ from keepstep.attribution.places import Places, same
 from keepstep.catalog.load import Catalog, named
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event, TimeQuality
+from keepstep.records.verdict import NODE_ACTIONS
 
 _QUALITIES = get_args(TimeQuality)
 
 PROGRESS = "job.progress"
 
 STOPPING_KINDS = frozenset(
-    {"rank.exit", "rank.exception", "rank.stall", "collective.timeout", "collective.abort", "host.oom", "sched.node_fail"}
-    | {"sched.preempt", "sched.oom", "node.condition", "storage.error", "job.failed"}
-    | {"sched.evict", "sched.time_limit", "sched.unreachable", "sched.launch_failed"}
+    {"rank.exit", "rank.exception", "rank.stall", "rank.crash", "rank.missing", "collective.timeout", "collective.abort"}
+    | {"nccl.error", "storage.error", "host.oom", "node.condition", "job.failed", "job.ended"}
+    | {"sched.node_fail", "sched.preempt", "sched.oom", "sched.evict", "sched.time_limit", "sched.cancel"}
+    | {"sched.launch_failed", "sched.unreachable"}
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
-Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""
-
+Not among them: what goes wrong silently while steps go on (data that is repeated, saves that fail, a GPU that wears out)."""
 
 LEAST_GAP_S = 5.0
 """A step that is printed so soon after a failure was under way when it came: ranks run ahead of each other and flush late."""
@@ -76,8 +77,9 @@ def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, 
 
 
 def stops(entry: Signature) -> bool:
-    """Whether an event of this entry claims that the job stands still."""
-    return entry.kind in STOPPING_KINDS and entry.severity in ("error", "fatal") and entry.role != "action"
+    """Whether an event of this entry claims that the job stands still, and nothing more: steps do not heal a GPU."""
+    failing = entry.severity in ("error", "fatal") and entry.role != "action"
+    return failing and entry.kind in STOPPING_KINDS and entry.action not in NODE_ACTIONS
 
 
 def goes_on(entry: Signature) -> bool:
@@ -85,19 +87,29 @@ def goes_on(entry: Signature) -> bool:
     return entry.kind == PROGRESS or (entry.role == "recovery" and entry.scope == "job")
 
 
-def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
-    """For each event whether the job made steps, or ended well, after it: a failure that it survived.
+PASSING_SCOPES = frozenset({"rank", "job", "storage", "cluster"})
+"""What is wrong with these comes as it goes; what is wrong with a machine stays."""
 
-    Only for events that claim that the job stands still; the order must be known.
+
+def steps_after(events: Sequence[Event], catalog: Catalog) -> list[bool]:
+    """For each event whether the job made steps, or ended well, after it, so that it cannot be why the job stopped later.
+
+    Only for what passes by itself; the order must be known.
     """
     signs = [e for e in events if goes_on(catalog[e.signature])]
-    return [bool(signs) and stops(catalog[e.signature]) and any(_outlived(e, sign) for sign in signs) for e in events]
+    return [bool(signs) and _passes(catalog[e.signature]) and any(outlived(e, sign) for sign in signs) for e in events]
 
 
-def _outlived(event: Event, sign: Event) -> bool:
+def _passes(entry: Signature) -> bool:
+    return stops(entry) or (entry.scope in PASSING_SCOPES and entry.action not in NODE_ACTIONS)
+
+
+def outlived(event: Event, sign: Event) -> bool:
     """Whether a sign that the job works came so long after the event that it proves something."""
     if sign.kind != PROGRESS:
         return begin_after(event, sign)
+    if event.kind.startswith("rank.") and None not in (event.rank, sign.rank) and event.rank != sign.rank:
+        return False  # what stopped one rank is not disproved by another that ran ahead
     end, last = end_of(event), end_of(sign)
     gap = gap_s(end, last)
     if gap is not None and not {end.time_quality, last.time_quality} & {"neighbour", "none"}:

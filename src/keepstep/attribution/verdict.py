@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from keepstep.attribution.act import Choice, choose
-from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, with_explanations
-from keepstep.attribution.current import cleared, stops, survivors
+from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, past_causes, with_explanations
+from keepstep.attribution.current import cleared, steps_after, stops
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
@@ -67,7 +67,12 @@ def judge(
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
     stale = [e for e in marked if e.stale is not None]
     live = sorted((e for e in marked if e.stale is None), key=canonical)
-    seen = with_explanations(grouped(live, survivors(live, catalog), catalog, places), places.ranks.nodes)
+    current = grouped(live, steps_after(live, catalog), catalog, places)
+    given_stale = {id(e) for e in given if e.stale is not None}
+    taken_back = sorted((e for e in stale if id(e) not in given_stale), key=canonical)
+    over = past_causes(taken_back, current, catalog, places)
+    stale = [e for e in stale if not any(e.signature == s.entry.id and e in taken_back for s in over)]
+    seen = with_explanations([*current, *over], places.ranks.nodes)
     if _all_survived(seen) or not any(s.entry.role in FAILING for s in seen):
         calm = _without_fault(seen, stale, catalog, priors)
         if calm is not None:
@@ -103,18 +108,20 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         return None
     past = [_past(e, catalog) for e in stale]
     counted = [*seen, *(p for p in past if p is not None)]
-    scores = weigh([s._replace(survived=False) for s in counted], _calm(priors))
+    scores = weigh([s._replace(outlived=False) for s in counted], _calm(priors), benign=True)
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
     entity = Entity() if cause is None else _entity(cause)
     chance = scores.chances[fault_class]
+    # A record that nothing takes back has to be taken back by somebody.
+    asks = any(s.entry.role == "recovery" and s.entry.action == "ask_human" for s in seen)
     verdict = Verdict(
         fault_class=fault_class,
         signature="none" if cause is None else cause.entry.id,
         confidence=chance,
         tier=tier_of(chance, cause is not None, priors),
-        action="none",
+        action="ask_human" if asks else "none",
         no_current_fault=True,
         entity=entity,
         first_cause=None if cause is None else cause.event,

@@ -9,13 +9,12 @@ the line (RE2) and works on bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import re2
 
-from keepstep.catalog.coded import resolve
+from keepstep.catalog.coded import DECODED, resolve
 from keepstep.catalog.literals import BOUNDARY, Needs, length, needs
 from keepstep.catalog.signature import Signature
 from keepstep.catalog.tables import data_text
@@ -48,11 +47,15 @@ class Hit(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A pattern of a signature; `names` of its groups in the order of their numbers, None for one without name."""
+    """A pattern of a signature; `names` of its groups in the order of their numbers, None for one without name.
+
+    `final`: nothing is decoded from its groups.
+    """
 
     signature: Signature
     regexp: re2._Regexp
     names: tuple[str | None, ...]
+    final: bool
 
 
 class _Started(NamedTuple):
@@ -109,18 +112,27 @@ class Matcher:
     def match_bytes(self, line: bytes) -> list[Match]:
         """The same for a line as it is in the file. Only its first LINE_LIMIT bytes count."""
         line = line[:LINE_LIMIT]
-        literals = self._which.Match(line) or ()
-        wanted: set[int] = set()
+        literals = self._which.Match(line)
+        if not literals:
+            return self._tried(line, self._loose) if self._loose else []
+        wanted = [*self._loose]
         for literal in literals:
             started = self._started_by.get(literal)
             if started is not None:
-                wanted.update(started.alone)
-                if len(literals) > 1:
-                    wanted.update(i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i]))
-        return self._tried(line, sorted(wanted.union(self._loose))) if wanted or self._loose else []
+                wanted += started.alone
+                if started.more and len(literals) > 1:
+                    wanted += [i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i])]
+        return self._tried(line, sorted(wanted)) if wanted else []
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
+        for start, end in self.candidates(chunk):
+            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
+            if matches:
+                yield Hit(start, end, matches)
+
+    def candidates(self, chunk: bytes) -> Iterator[tuple[int, int]]:
+        """Start and end of the lines that may match, which no other line does; for callers that change lines before matching."""
         at, size = 0, len(chunk)
         carriages = b"\r" in chunk
         while at < size:
@@ -131,22 +143,21 @@ class Matcher:
                     return
                 found = literal.start()
             start, end = _line_around(chunk, at, found, carriages)
-            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
-            if matches:
-                yield Hit(start, end, matches)
+            yield start, end
             at = end + 1
 
     def _tried(self, line: bytes, patterns: Sequence[int]) -> list[Match]:
+        """What the patterns find, which are in the order of the catalog; one may be there twice."""
         found: list[Match] = []
-        seen: set[str] = set()
+        last: Signature | None = None
         for index in patterns:
             pattern = self._patterns[index]
-            if pattern.signature.id in seen:
+            if pattern.signature is last:
                 continue
             for groups in _all_groups(pattern, line):
-                seen.add(pattern.signature.id)
-                meant = Match(*resolve(pattern.signature, groups, self._by_id))
-                if meant not in found:
+                last = pattern.signature
+                meant = Match(last, groups) if pattern.final else Match(*resolve(last, groups, self._by_id))
+                if not found or meant not in found:
                     found.append(meant)
         return found
 
@@ -208,18 +219,27 @@ def _options(**wanted: bool | int) -> re2.Options:
 def _compiled(signature: Signature, text: str) -> _Pattern:
     regexp = re2.compile(text.encode(), _options())
     by_number = {number: name.decode() for name, number in regexp.groupindex.items()}
-    return _Pattern(signature, regexp, tuple(by_number.get(n) for n in range(1, regexp.groups + 1)))
+    names = tuple(by_number.get(n) for n in range(1, regexp.groups + 1))
+    return _Pattern(signature, regexp, names, final=not signature.by_code and DECODED.isdisjoint(names))
 
 
 def _all_groups(pattern: _Pattern, line: bytes) -> list[dict[str, str]]:
     """Named groups of the first match; of all matches when they carry codes."""
-    if not pattern.signature.by_code:
-        match = pattern.regexp.search(line)
-        return [] if match is None else [_named(pattern, match)]
-    return [_named(pattern, match) for match in itertools.islice(pattern.regexp.finditer(line), _SAME_LINE)]
+    match = pattern.regexp.search(line)
+    if match is None:
+        return []
+    found = [_named(pattern, match)]
+    while pattern.signature.by_code and 0 < match.end() < len(line) and len(found) < _SAME_LINE:
+        match = pattern.regexp.search(line, match.end())
+        if match is None:
+            break
+        found.append(_named(pattern, match))
+    return found
 
 
 def _named(pattern: _Pattern, match: re2._Match) -> dict[str, str]:
+    if not pattern.names:
+        return {}
     values = zip(pattern.names, match.groups(), strict=True)
     return {name: value.decode("utf-8", "replace") for name, value in values if name and value is not None}
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--since", metavar="TIME", help="Older signs do not count: 30m, 2h, 1d before now, or an RFC 3339 time.")
 @click.option("--until", metavar="TIME", help="Later signs are left out.")
-@click.option("--now", metavar="TIME", help='What "now" is, for spans of time and dates without a year (RFC 3339).')
+@click.option("--now", metavar="TIME", help='What "now" is, for spans of time (RFC 3339).')
 @click.option("--explain", is_flag=True, help="Show every term of the sums behind the verdict.")
 @click.option("--summarize-with", metavar="URL", help="Chat endpoint (OpenAI's protocol) that words a summary, beside.")
 @click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")

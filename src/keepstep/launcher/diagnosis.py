@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from keepstep.attribution.places import UNMAPPED, RankMap, map_of_cycle
 from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import Catalog, shipped
-from keepstep.records.codec import to_json
+from keepstep.records.codec import from_json, to_json
+from keepstep.records.cycle import Cycle
 from keepstep.records.verdict import Verdict, verdict_fields
 from keepstep.sources.reading import Reading, read_paths
 
@@ -29,11 +33,21 @@ class Diagnosis(NamedTuple):
     reading: Reading
 
 
-def diagnose(paths: Sequence[str], catalog: Catalog | None = None) -> Diagnosis:
-    """The verdict on what files and folders tell."""
+def diagnose(paths: Sequence[str], ranks: RankMap = UNMAPPED, catalog: Catalog | None = None) -> Diagnosis:
+    """The verdict on what files and folders tell. `ranks`: where ranks ran."""
     catalog = catalog or shipped()
     reading = read_paths(paths, catalog)
-    return Diagnosis(attribute(reading.events, catalog), reading)
+    return Diagnosis(attribute(reading.events, catalog, ranks), reading)
+
+
+def diagnose_cycle(run_dir: Path, cycle: int) -> Diagnosis:
+    """The verdict on one cycle of a run folder."""
+    try:
+        ranks = map_of_cycle(from_json((run_dir / "cycles" / f"cycle-{cycle:04d}.json").read_bytes(), Cycle))
+    except (OSError, msgspec.MsgspecError):
+        # Written beside the work: it may not be there yet.
+        ranks = UNMAPPED
+    return diagnose(cycle_paths(run_dir, cycle), ranks)
 
 
 def cycle_paths(run_dir: Path, cycle: int) -> list[str]:
@@ -57,7 +71,7 @@ def main() -> None:
     """Print the verdict on one cycle of a run folder as JSON."""
     os.nice(NICENESS)
     run_dir, cycle = Path(sys.argv[1]), int(sys.argv[2])
-    sys.stdout.buffer.write(to_json(diagnosis_fields(diagnose(cycle_paths(run_dir, cycle)))))
+    sys.stdout.buffer.write(to_json(diagnosis_fields(diagnose_cycle(run_dir, cycle))))
 
 
 if __name__ == "__main__":

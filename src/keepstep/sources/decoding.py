@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
@@ -89,6 +90,22 @@ def what_binary(head: bytes) -> str | None:
 def is_flight_recorder(head: bytes) -> bool:
     """Whether a file that begins so is a dump of torch's flight recorder: a pickle with its keys. Nothing is unpickled here."""
     return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in head[:SAMPLE_BYTES] for key in RECORDER_KEYS)
+
+
+_YAML = re.compile(rb"(?:---\s*)?(?:- )?(?:apiVersion|kind|items):")
+_ACCOUNTS = re.compile(rb"\s*JobID[A-Za-z]*[|,\s]")
+
+
+def is_record(head: bytes) -> bool:
+    """Whether a text that begins so is one document of JSON or YAML, or a table of accounting, and no log.
+
+    JSON with a whole object in its first line and another in the next is a log whose lines are JSON.
+    """
+    begin = head[:SAMPLE_BYTES].lstrip()
+    if begin[:1] in (b"{", b"["):
+        first, _, rest = begin.partition(b"\n")
+        return not (first.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{")
+    return _YAML.match(begin) is not None or _ACCOUNTS.match(begin) is not None
 
 
 def wide_encoding(head: bytes) -> str | None:

@@ -15,12 +15,14 @@ from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources import runfolder, staleness
-from keepstep.sources.decoding import is_flight_recorder, open_stream, to_text, what_binary, wide_encoding
+from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
 from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
@@ -30,11 +32,13 @@ from keepstep.sources.streaming import LINE_BYTES, Scanner
 from keepstep.sources.textlines import line_events, make_event
 from keepstep.sources.windows import Cutter
 
-WHOLE_BYTES = 8 << 20
-"""Text up to this size is looked at as a whole; larger ones are streamed."""
-WHOLE_LINES = 150_000
+WHOLE_BYTES = 4 << 20
+"""Logs up to this size are looked at as a whole, by every parser; larger ones are streamed."""
+WHOLE_LINES = 60_000
+RECORD_BYTES = 32 << 20
+"""The same for one JSON or YAML document, or one table of accounting: it means something only as a whole."""
 CHUNK_BYTES = 4 << 20
-TAIL_BYTES = 2 << 20
+TAIL_BYTES = 1 << 20
 """The end of a large log is looked at as a document too: there a job says why it died."""
 TEXT_LIMIT_BYTES = 64 << 30
 """Of one file, unpacked."""
@@ -158,10 +162,13 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     blocks = opened.blocks
     held: list[bytes] = []
     size = 0
+    limit = WHOLE_BYTES
     for block in blocks:
+        if not held and is_record(block):
+            limit = max(limit, RECORD_BYTES)
         held.append(block)
         size += len(block)
-        if size > WHOLE_BYTES:
+        if size > limit:
             break
     data = b"".join(held)
     del held
@@ -172,7 +179,7 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
     binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
     if binary is not None:
         whole.unreadable.append(f"{path}: {binary}")
-    elif size > WHOLE_BYTES or data.count(b"\n") > WHOLE_LINES:
+    elif size > limit or (limit == WHOLE_BYTES and data.count(b"\n") > WHOLE_LINES):
         _read_large(whole, data, blocks, path, origin)
     else:
         whole.size_bytes += len(data)
@@ -189,12 +196,18 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
+        monitors = monitor_events(document, whole.catalog)
         for event in line_events(document, whole.matcher, whole.catalog):
-            found.add(event)
+            if event.evidence.line not in monitors.claimed:
+                found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        seen = _completed(monitors.events, document)
+        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
+        if read_as == OWN_RECORD:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
@@ -208,6 +221,8 @@ def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
+        if events is not None and name == OWN_RECORD:
+            return name, _completed(events, document)
         if events is not None:
             read_as.append(name)
             found += events

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from keepstep.sources.decoding import to_text
 
-LIMIT = 48
+LIMIT = 32
 """Pieces that are cut out of one stream."""
 BEFORE_BYTES = 16 << 10
 AFTER_BYTES = 48 << 10

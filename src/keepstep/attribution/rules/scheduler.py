@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from keepstep.attribution.current import begin_after
+from keepstep.attribution.current import begin_after, end_of
 from keepstep.attribution.order import compare
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
@@ -194,7 +194,7 @@ def blip(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     back = any(e.signature in ("k8s.node_ready", "slurm.node_responding") for e in events)
     for step in reversed(steps):
-        orders = [compare(e, step) for e in lost]
+        orders = [compare(e, end_of(step)) for e in lost]
         # Files without common times: a node that came back and steps are enough.
         if all(o == "before" or (o is None and back) for o in orders):
             return [derive(catalog, "derived.sched.blip", step, placed=False)]

@@ -13,7 +13,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.scheduler.kubejobs import NODE_TAINTS, node_condition
-from keepstep.sources.scheduler.kubepods import DISRUPTIONS, WAITING, terminated
+from keepstep.sources.scheduler.kubepods import WAITING, terminated
 from keepstep.sources.scheduler.making import Maker, note
 from keepstep.sources.scheduler.tables import Row, rows
 
@@ -222,11 +222,10 @@ def node_condition_events(document: Document, catalog: Catalog) -> list[Event]:
     return found
 
 
-def condition_rows(document: Document, catalog: Catalog) -> Iterator[Event]:
+def condition_events(document: Document, catalog: Catalog) -> list[Event]:
     """The table of conditions inside a description of a pod: DisruptionTarget True, without its reason."""
-    for line in document.lines:
-        words = line.raw.split()
-        if len(words) == 2 and words == ["DisruptionTarget", "True"] and line.raw[:1] == " ":
-            yield note(catalog, "k8s.evicted", document, line, attrs={"condition": "DisruptionTarget"})
-        elif len(words) >= 2 and words[0] in DISRUPTIONS and words[1] == "True" and line.raw[:1] == " ":
-            yield note(catalog, DISRUPTIONS[words[0]], document, line, attrs={"condition": words[0]})
+    return [
+        note(catalog, "k8s.evicted", document, line, attrs={"condition": "DisruptionTarget"})
+        for line in document.lines
+        if line.raw[:1] == " " and line.raw.split() == ["DisruptionTarget", "True"]
+    ]
