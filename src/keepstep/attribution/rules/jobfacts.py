@@ -23,6 +23,7 @@ WAITS = frozenset(
         "gloo.timeout",
         "stack.collective",
         "jax.barrier_timeout",
+        "ncclras.mismatch",
     }
 )
 """Signatures whose rank waits for others."""
@@ -80,7 +81,9 @@ def waits(events: Sequence[Event]) -> list[Wait]:
     found: dict[tuple[object, ...], Wait] = {}
     for event in events:
         rank = waiting_rank(event)
-        if event.signature not in WAITS or (event.signature == "torch.monitored_barrier" and rank is None):
+        if event.signature not in WAITS or "about_rank" in event.attrs:
+            continue
+        if event.signature == "torch.monitored_barrier" and rank is None:
             continue
         attrs = event.attrs
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))

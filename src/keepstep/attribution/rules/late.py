@@ -99,6 +99,11 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
     found: set[int] = set()
     for event in of(events, "torch.desync_report", "torch.monitored_barrier", "jax.barrier_timeout", "jax.task_lost"):
         found.update(ranks_of(event.attrs.get("late_ranks")))
+    for event in events:
+        about = event.attrs.get("about_rank")
+        # NCCL's RAS names the ranks that are behind.
+        if event.signature.startswith("ncclras.") and isinstance(about, int):
+            found.add(about)
     for event in of(events, "torch.store_owner_late"):
         owner = number(event.attrs.get("owner_rank"))
         # Within another group than the job's these are not ranks of the job.
@@ -134,7 +139,7 @@ def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog
     begin = begin_of_wait(waiting)
     activity = _activity(own, waiting, begin)
     count = len({w.rank for w in waiting})
-    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op, "seq": waiting[0].seq}
+    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op or "a collective", "seq": waiting[0].seq}
     if activity is None:
         return concluded("derived.absent_rank", catalog, waiting[0].event, attrs, about=late.rank)
     signature, basis = activity
@@ -162,7 +167,9 @@ def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | Non
     acts = [e for e in own if e.signature in CONCLUSION_OF]
     if not acts:
         return None
-    during = [e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))]
+    during = [
+        e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))
+    ]
     telling = [e for e in during if e.signature != PROGRESS] or during
     if telling:
         # The first thing it was at when the others began to wait is what they waited for.
