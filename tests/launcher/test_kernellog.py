@@ -80,7 +80,7 @@ class TestPicking:
         source, boot, *lines = (tmp_path / "kernel.log").read_text().splitlines()
         assert (source, lines) == ("# source: kmsg", self.LINES)
         assert boot.startswith("# boot at 20") and boot.endswith("Z")
-        assert (tmp_path / "kernel-xid.log").read_text().splitlines() == self.LINES[1:3]
+        assert (tmp_path / "kernel-xid.log").read_text().splitlines() == [boot, *self.LINES[1:3]]
         write_log(KernelLog(source="none", problem="/dev/kmsg: Permission denied"), tmp_path)
         source, _, problem = (tmp_path / "kernel.log").read_text().splitlines()
         assert (source, problem) == ("# source: none", "# /dev/kmsg: Permission denied")
