@@ -151,16 +151,15 @@ class TestRunFolder:
             )
             for r in range(4)
         ]
-        record = Cycle(run_id="job-1", attempt=0, cycle=1, started_at="2031-06-15T11:00:00Z", ranks=places,
-                       times={"captured": "2031-06-15T12:00:00Z"})  # fmt: skip
+        record = Cycle(run_id="job-1", attempt=0, cycle=1, started_at="2031-06-15T11:00:00Z", ranks=places)
         (folder / "cycles" / "cycle-0001.json").write_bytes(to_json(record))
         (folder / "logs" / "cycle-0001.log").write_text(
             "[rank 3] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
         )
         (folder / "incidents" / "INC-0001.json").write_text(LINE)
         evidence = folder / "evidence" / "cycle-0001" / "vm"
-        (evidence / "kernel.log").write_text(f"# source: kmsg\n[  100.000000] {xid(79)}\n")
-        (evidence / "host.json").write_text(json.dumps({"until_boot_ns": 160 * SECOND}))
+        head = "# source: kmsg\n# boot at 2031-06-15T11:57:20.000000000Z\n"
+        (evidence / "kernel.log").write_text(f"{head}[  100.000000] {xid(79)}\n")
 
     def test_a_rank_is_a_node_and_a_gpu_there(self, tmp_path: Path) -> None:
         self.make(tmp_path)

@@ -86,12 +86,11 @@ class Origin(NamedTuple):
     """Where a text comes from. `outer`: what its name or its folder tell; None: the file's own name is asked.
 
     `latest_ns`: when the file was last written, which gives times without a year theirs where nothing else does.
-    `boot_at_ns`: when its machine was booted, where that is known from elsewhere. `first_number`: of its first line.
+    `near_ns`: a time that is near to its first line. `first_number`: of that line.
     """
 
     outer: Hints | None = None
     latest_ns: int | None = None
-    boot_at_ns: int | None = None
     near_ns: int | None = None
     first_number: int = 1
 
@@ -283,7 +282,7 @@ def _document(path: str, one: _Stripped, near_ns: int | None, boots: dict[str | 
     hints = one.section.hints
     boot_at = boot_times(said)
     if boot_at is None:
-        boot_at = boots.get(hints.node, boots.get(None, origin.boot_at_ns))
+        boot_at = boots.get(hints.node, boots.get(None))
     near_ns = origin.near_ns if near_ns is None else near_ns
     clock = Clock(near_ns, origin.latest_ns, boot_at, zone_offset_ns(said))
     if hints.stamp is not None:

@@ -146,12 +146,11 @@ def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
     try:
         with found.path.open("rb") as file:
             latest_ns = found.path.stat().st_mtime_ns
-            outer, boot_at, below = of_path(found.below), None, found.below
+            outer, below = of_path(found.below), found.below
             if run is not None:
                 below = str(found.path.resolve().relative_to(run.top))
                 outer = runfolder.hints_of(below, outer)
-                boot_at = runfolder.boot_at_ns(run, found.path, below)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns), run, below)
     except OSError as error:
         whole.unreadable.append(f"{found.path}: {error.strerror or error}")
 

@@ -15,6 +15,7 @@ from keepstep.catalog.matcher import Match, Matcher
 from keepstep.sources.clocks import Clock, near_time
 from keepstep.sources.decoding import to_text
 from keepstep.sources.documents import Line, Origin, make_line, section_title, starts_launchers, strip_line
+from keepstep.sources.facts import boots
 from keepstep.sources.names import Hints
 from keepstep.sources.prefixes import Habits, habits_of
 from keepstep.sources.terminal import clean
@@ -219,4 +220,4 @@ def _start(sample: bytes, origin: Origin) -> tuple[Habits, Clock]:
     lines = [clean(raw)[-1] for raw in text.split("\n")[:SAMPLE_LINES]]
     habits = habits_of(lines)._replace(tasks_are_nodes=starts_launchers(text))
     near = near_time((strip_line(t, habits).said for t in lines), origin.near_ns, origin.latest_ns)
-    return habits, Clock(near, origin.latest_ns, origin.boot_at_ns)
+    return habits, Clock(near, origin.latest_ns, boots([("", None, lines)]).get(None))
