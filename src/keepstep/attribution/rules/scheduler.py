@@ -220,15 +220,13 @@ def mass_eviction(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def memory_of_node(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Where the node as a whole was out of memory, what was killed is not what was at fault."""
-    for event in events:
-        outside = event.signature in ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")
-        limits = [
-            e for e in events if e.signature in ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")
-        ]
-        if outside and not limits:
-            noise = [s for s in ("dataloader.worker_killed", "exit.sigkill", "k8s.container_exit") if s in catalog]
-            return [derive(catalog, "derived.sched.node_memory", event, explains=noise)]
-    return []
+    limits = ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")
+    outside = ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")
+    first = next((e for e in events if e.signature in outside), None)
+    if first is None or any(e.signature in limits for e in events):
+        return []
+    noise = [s for s in ("dataloader.worker_killed", "exit.sigkill", "k8s.container_exit") if s in catalog]
+    return [derive(catalog, "derived.sched.node_memory", first, explains=noise)]
 
 
 def not_memory(events: Sequence[Event], catalog: Catalog) -> list[Event]:
