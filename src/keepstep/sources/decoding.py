@@ -93,6 +93,7 @@ def is_flight_recorder(head: bytes) -> bool:
 
 
 _YAML = re.compile(rb"(?:---\s*)?(?:- )?(?:apiVersion|kind|items):")
+_JSON_LIST = re.compile(rb"\[\s*[{\[\"\]]")
 _ACCOUNTS = re.compile(rb"\s*JobID[A-Za-z]*[|,\s]")
 
 
@@ -102,7 +103,7 @@ def is_record(head: bytes) -> bool:
     JSON with a whole object in its first line and another in the next is a log whose lines are JSON.
     """
     begin = head[:SAMPLE_BYTES].lstrip()
-    if begin[:1] in (b"{", b"["):
+    if begin[:1] == b"{" or _JSON_LIST.match(begin) is not None:
         first, _, rest = begin.partition(b"\n")
         return not (first.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{")
     return _YAML.match(begin) is not None or _ACCOUNTS.match(begin) is not None
