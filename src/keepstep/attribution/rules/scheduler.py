@@ -222,16 +222,6 @@ def mass_eviction(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 
 def memory_of_node(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-<<<<<<< HEAD
-    """Where the node as a whole was out of memory, what was killed is not what was at fault."""
-    limits = ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")
-    outside = ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")
-    first = next((e for e in events if e.signature in outside), None)
-    if first is None or any(e.signature in limits for e in events):
-        return []
-    noise = [s for s in ("dataloader.worker_killed", "exit.sigkill", "k8s.container_exit") if s in catalog]
-    return [derive(catalog, "derived.sched.node_memory", first, explains=noise)]
-=======
     """Where the node as a whole was out of memory, what was killed is not what was at fault, unless it was the largest itself."""
     limits = [e for e in events if e.signature in ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")]
     outside = [e for e in events if e.signature in ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")]
@@ -264,7 +254,6 @@ def _kilobytes(event: Event) -> int:
 def _of_job(event: Event) -> bool:
     """Whether a victim of the kernel is a process of a training job."""
     return str(event.attrs.get("task", "")).startswith(JOB_TASKS)
->>>>>>> h-sched
 
 
 def not_memory(events: Sequence[Event], catalog: Catalog) -> list[Event]:
