@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from keepstep.attribution.rules.late import section_outlasted, steps_apart, stuck_alone, who_is_late
+from keepstep.attribution.rules.late import (
+    limit_too_short,
+    own_collectives,
+    section_outlasted,
+    steps_apart,
+    stuck_alone,
+    who_is_late,
+)
 from keepstep.attribution.rules.leftovers import leftovers
 from keepstep.attribution.rules.lives import (
     clean_end,
@@ -30,6 +37,8 @@ JOB_RULES = (
     steps_apart,
     stuck_alone,
     section_outlasted,
+    own_collectives,
+    limit_too_short,
     node_pairs,
     transport_changes,
     workarounds,
