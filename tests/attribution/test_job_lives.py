@@ -137,3 +137,16 @@ def test_a_host_out_of_memory_that_killed_the_jobs_process() -> None:
     launcher = "[ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python3'] exits with return code = -9"
     assert "derived.outgrew_host" in conclusions(lines(launcher, kernel))
     assert "derived.outgrew_host" not in conclusions(lines(kernel))
+
+
+def failure(rank: int, code: int, time: str, host: str) -> str:
+    return (
+        f"[0]:\n  time      : 2031-02-14_{time}\n  host      : {host}\n  rank      : {rank} (local_rank: 0)\n"
+        f"  exitcode  : {code} (pid: 4000)\n  error_file: <N/A>\n  traceback : x"
+    )
+
+
+def test_the_rank_that_failed_first_by_time_is_first_wherever_it_is_printed() -> None:
+    text = lines("==> n0 <==", failure(0, -6, "11:30:05", "n0"), "==> n1 <==", failure(9, 1, "11:00:04", "n1"))
+    first = conclusions(text)["derived.first_failure"]
+    assert (first.rank, first.node) == (9, "n1")

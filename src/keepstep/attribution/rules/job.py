@@ -13,6 +13,7 @@ from keepstep.attribution.rules.late import (
 from keepstep.attribution.rules.leftovers import leftovers
 from keepstep.attribution.rules.lives import (
     clean_end,
+    first_failure,
     no_restart_lost,
     outgrew_host,
     same_again,
@@ -51,6 +52,7 @@ JOB_RULES = (
     no_restart_lost,
     stale_store,
     outgrew_host,
+    first_failure,
     missing_dumps,
     context_not_recovered,
     probe_crashed_it,
