@@ -88,8 +88,11 @@ def what_binary(head: bytes) -> str | None:
 
 
 def is_flight_recorder(head: bytes) -> bool:
-    """Whether a file that begins so is a dump of torch's flight recorder: a pickle with its keys. Nothing is unpickled here."""
-    return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in head[:SAMPLE_BYTES] for key in RECORDER_KEYS)
+    """Whether a file that begins so is a dump of torch's flight recorder: a pickle or JSON with its keys. Nothing is parsed here."""
+    sample = head[:SAMPLE_BYTES]
+    if sample.lstrip()[:1] == b"{":
+        return b'"pg_config"' in sample or (b'"entries"' in sample and b'"profiling_name"' in sample)
+    return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in sample for key in RECORDER_KEYS)
 
 
 _YAML = re.compile(rb"(?:---\s*)?(?:- )?(?:apiVersion|kind|items):")
