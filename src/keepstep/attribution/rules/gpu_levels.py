@@ -16,6 +16,7 @@ CLOCK_RATIO = 1.15
 """Clocks of GPUs under one load differ by a few percent; voltage of the silicon explains no more than ten."""
 LIMIT_RATIO = 1.1
 HOT_C = 85.0
+HOT_RATIO = 1.1
 HOT_ABOVE_PEERS = 12.0
 """Degrees. GPUs at the end of the air flow are up to ten hotter than those at its beginning."""
 MANY_CORRECTED = 1000
@@ -128,7 +129,7 @@ def _hot(group: Sequence[Event], catalog: Catalog) -> list[Event]:
     temperatures = _busiest(group, "temperature")
     if len(temperatures) < LEAST_PEERS:
         return []
-    odd = outliers({who: v for who, (v, _) in temperatures.items()}, "more", 1.01)
+    odd = outliers({who: v for who, (v, _) in temperatures.items()}, "more", HOT_RATIO)
     return [
         derive(catalog, "derived.gpu.hot", temperatures[o.name][1], attrs={"celsius": o.value, "peers": o.peers})
         for o in odd

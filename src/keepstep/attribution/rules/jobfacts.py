@@ -24,6 +24,8 @@ WAITS = frozenset(
         "stack.collective",
         "jax.barrier_timeout",
         "ncclras.mismatch",
+        "fr.trace_missing",
+        "torch.desync_report",
     }
 )
 """Signatures whose rank waits for others."""

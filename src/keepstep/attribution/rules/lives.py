@@ -249,3 +249,13 @@ def outgrew_host(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if str(kill.attrs.get("pid")) in pids or (str(kill.attrs.get("task", "")).startswith(JOB_TASKS) and reported):
             return [concluded("derived.outgrew_host", catalog, kill, {"task": kill.attrs.get("task")})]
     return []
+
+
+def first_failure(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Of several failed ranks the one that failed first by its own clock, whatever was printed first."""
+    failed = [e for e in of(events, "elastic.rank_failed") if e.time_ns is not None and e.rank is not None]
+    if len({e.rank for e in failed}) < 2:
+        return []
+    first = min(failed, key=lambda e: (e.time_ns or 0, not e.attrs.get("root"), e.order))
+    attrs = {"how": first.attrs.get("how"), "failed": len(failed), "host": first.node or "its host"}
+    return [concluded("derived.first_failure", catalog, first, attrs)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.xid import NVLINK5_CODES
 from keepstep.records.event import Event
+from keepstep.records.verdict import NODE_ACTIONS
 
 APPLICATION = frozenset({13, 31, 32, 43, 68, 69})
 """Codes that programs cause."""
@@ -30,7 +30,6 @@ GSP_BRANCHES = {515: 9999, 520: 9999, 525: 147, 530: 9999, 535: 129, 545: 9999, 
 """Driver branches whose GSP firmware is known to stop answering on healthy GPUs, with the first minor release without the
 best-known of these faults (9999: none). Reports: open-gpu-kernel-modules #446, #739; release notes of 525.147, 535.129, 550.90."""
 
-_UNIT = re.compile(r"GPC (?P<gpc>\d{1,3}), TPC (?P<tpc>\d{1,3})")
 _WANTS = ("reset", "reboot", "drain_p2p", "drain_and_reset")
 
 
@@ -152,6 +151,8 @@ def _nonfatal_links(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     others = [x for x in found if x.code not in NVLINK5_CODES and x.code not in TEARDOWN and not _wants_nothing(x)]
     if not said or others or any(x.event.attrs["fatal"] != "no" for x in said):
         return []
+    if any(catalog[x.event.signature].action in NODE_ACTIONS for x in said):
+        return []  # the registers say more than the word
     return [derive(catalog, "derived.xid.nonfatal", event) for event in _last_of_each(said)]
 
 
@@ -202,8 +203,8 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
 def suspicious(code: int, members: Sequence[Xid]) -> bool:
     """Whether one GPU stopped different programs with the same code; for 13 in the same corner of the chip."""
     if code == 13:
-        units = [m.groups() for x in members if (m := _UNIT.search(x.event.evidence.text))]
-        if units and len(set(units)) > 1:
+        units = {(x.event.attrs["gpc"], x.event.attrs.get("tpc")) for x in members if "gpc" in x.event.attrs}
+        if len(units) > 1:
             return False
     names = {str(x.event.attrs["name"]) for x in members if x.event.attrs.get("name")}
     count = len(programs(members))
