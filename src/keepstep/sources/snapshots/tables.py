@@ -259,7 +259,7 @@ def _flagged(document: Document) -> list[tuple[str, Line]]:
     found = []
     for line in document.lines:
         match = _FLAGGED.search(line.text[:LINE_LIMIT])
-        if match is None or "rank" not in line.text.lower() and "node" not in line.text.lower():
+        if match is None or ("rank" not in line.text.lower() and "node" not in line.text.lower()):
             continue
         ids = re.findall(r"(?:rank\W{0,2})?(\b[\w.-]*\d\b)", match["ids"])
         if len(set(ids)) == 1:
