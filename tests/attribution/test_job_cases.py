@@ -22,7 +22,6 @@ NOT_YET = frozenset(
         "c-r20",  # taking a node with two driver versions out is left to a person
         "c-u04",  # exclusive mode and an old process: seen apart, not joined
         "g-r14",  # a process that was stopped, in a listing of ps
-        "g-r09",  # whether a dump is old is not read from a listing's dates
         "g-s06",  # a regular expression that keeps the interpreter, without a stack that shows it
         "h-r15",  # a node found unhealthy, and no spare left: both are said
         "h-s01",  # a quarter of the GPU held by the job's own checkpoint writer

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from keepstep.attribution.current import end_of
-from keepstep.attribution.order import canonical
+from keepstep.attribution.order import SECOND_NS, canonical
 from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
 from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
@@ -144,4 +145,22 @@ def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             last = end_of(step)
             if before(alarm, last) and not any(before(alarm, r) and before(r, last) for r in restarts):
                 return [concluded("derived.false_alarm", catalog, alarm, {"monitor": alarm.evidence.text[:160]})]
+    return []
+
+
+DAYS_OLD = 180
+"""Listings carry no year: a file that seems older than half a year may be of tomorrow."""
+
+
+def old_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Dumps of a day before the steps that were made since: of a hang that is over."""
+    times = [end_of(e).time_ns for e in of(events, "job.progress")]
+    last = max((t for t in times if t is not None), default=None)
+    for event in of(events, "evidence.dumps_listed"):
+        day = event.attrs.get("newest_day")
+        if last is None or not isinstance(day, int):
+            continue
+        today = datetime.fromtimestamp(last / SECOND_NS, UTC).timetuple().tm_yday
+        if 1 <= (today - day) % 366 <= DAYS_OLD:
+            return [concluded("derived.old_dumps", catalog, event, {})]
     return []
