@@ -26,6 +26,8 @@ WIRE = (
 START_S = 300
 """Seconds of a job's life in which no step is made; set-up of thousands of ranks takes minutes."""
 LEAST_NODES_FOR_COMMON = 3
+LEAST_WITNESSES = 2
+"""Nodes that must name a node before it is taken out."""
 
 _ADDRESS = re.compile(r"^\[?(?P<host>[0-9a-fA-F.:]+|[\w.-]+?)(?:%\w+)?\]?(?:<(?P<port>\d+)>)?$")
 _OWN_ADDRESS = re.compile(
@@ -89,12 +91,18 @@ def _pairs(failures: Sequence[Event], names: dict[str, str]) -> list[Pair]:
 
 
 def _common(pairs: Sequence[Pair]) -> str | None:
-    """The one node that is in all of several pairs."""
+    """The one node that is in all of several pairs, and that at least two others name.
+
+    What a node alone complains of is not enough: addresses of peers may be other names of nodes that are known.
+    """
     distinct = {frozenset((p.node, p.peer)) for p in pairs}
     if len(distinct) < 2 or len(frozenset().union(*distinct)) < LEAST_NODES_FOR_COMMON:
         return None
     shared = frozenset.intersection(*distinct)
-    return next(iter(shared)) if len(shared) == 1 else None
+    if len(shared) != 1:
+        return None
+    culprit = next(iter(shared))
+    return culprit if len({p.node for p in pairs if p.peer == culprit}) >= LEAST_WITNESSES else None
 
 
 def _from_the_start(events: Sequence[Event], first: Event) -> bool:
