@@ -118,3 +118,10 @@ def test_addresses_that_may_be_other_names_of_known_nodes_take_nobody_out() -> N
     )
     verdict = verdict_of(text)
     assert (verdict.signature, verdict.action) == ("derived.transport_never_worked", "fail_fast")
+
+
+def test_the_node_without_gpu_direct_among_others_with_it() -> None:
+    line = "gpu-{}:9:10 [0] NCCL INFO NET/IB : GPU Direct RDMA {} for HCA 0 'mlx5_0'"
+    text = lines(line.format(14, "Disabled"), *[line.format(n, "Enabled") for n in (11, 12, 13)])
+    assert conclusions(text)["derived.transport_odd"].node == "gpu-14"
+    assert conclusions(lines(*[line.format(n, "Disabled") for n in (11, 12, 13)])) == {}

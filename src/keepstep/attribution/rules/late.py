@@ -34,6 +34,7 @@ CONCLUSION_OF = {
     "job.loading": "derived.late_in_loading",
     "job.compiling": "derived.late_in_compilation",
     "job.finished_rank": "derived.late_finished",
+    "stack.download": "derived.late_in_download",
     PROGRESS: "derived.late_stepping",
 }
 """What a late rank was seen to be busy with, and the conclusion."""
@@ -44,6 +45,7 @@ DOING_TO_ACTIVITY = {
     "data": "job.preparing_data",
     "compiling": "job.compiling",
     "loading": "job.loading",
+    "download": "stack.download",
 }
 """Words of sources/joblog/stacks.py."""
 
@@ -109,6 +111,9 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
         # Within another group than the job's these are not ranks of the job.
         if owner is not None and event.rank in (None, number(event.attrs.get("group_rank"))):
             found.add(owner)
+    counters = of(events, "torch.rank_counters")
+    if any(_pending(e) for e in counters):
+        found |= {e.rank for e in counters if e.rank is not None and not _pending(e)}
     stuck = {(w.group, w.seq) for w in waiting if w.group is not None and w.seq is not None}
     for event in of(events, "torch.dump_received", "torch.watchdog_failure"):
         group = str(event.attrs.get("guid") or event.attrs.get("pg") or "")
@@ -120,6 +125,12 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
         if any(group == g and seq is not None and enqueued < seq for g, seq in stuck):
             found.add(rank)
     return found
+
+
+def _pending(event: Event) -> bool:
+    """Whether counters say that a rank has called something that is not complete."""
+    enqueued, completed = number(event.attrs.get("enqueued")), number(event.attrs.get("completed"))
+    return enqueued is not None and completed is not None and enqueued > completed
 
 
 def _holes(waiters: set[int]) -> set[int]:
@@ -232,7 +243,7 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         doing = str(event.attrs.get("doing"))
         if event.rank is not None and ranks and event.rank not in ranks:
             continue
-        if doing in ("teardown", "loading"):
+        if doing in ("teardown", "loading", "download"):
             continue
         rank = event.rank if event.rank is not None else next(iter(ranks), None)
         signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")

@@ -150,7 +150,7 @@ def transport_changes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             found.append(concluded("derived.transport_changed", catalog, uses[-1][0], attrs))
         with_nics = [u for u in uses if u[2]]
         latest[node] = with_nics[-1] if with_nics else uses[-1]
-    return found or _odd_one(latest, catalog)
+    return found or _odd_one(latest, catalog) or _odd_gpu_direct(events, catalog)
 
 
 def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> list[Event]:
@@ -172,6 +172,21 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
         )
         for _, (event, net, nics) in sorted(odd.items())
     ]
+
+
+def _odd_gpu_direct(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The few nodes whose NICs may not reach GPU memory, where those of most may."""
+    state: dict[str, Event] = {}
+    for event in of(events, "nccl.gpu_direct"):
+        if event.node is not None:
+            known = state.get(event.node)
+            if known is None or event.attrs.get("state") == "Disabled":
+                state[event.node] = event
+    off = [e for _, e in sorted(state.items()) if e.attrs.get("state") == "Disabled"]
+    if len(state) < LEAST_NODES_FOR_COMMON or not off or 2 * len(off) >= len(state):
+        return []
+    attrs = {"usual": "with GPUDirect", "now": "without it"}
+    return [concluded("derived.transport_odd", catalog, e, attrs) for e in off]
 
 
 _SETTING = re.compile(r"\b(?P<name>NCCL_[A-Z0-9_]+)=(?P<value>\w+)")
