@@ -18,7 +18,9 @@ def catalog() -> Catalog:
     return shipped()
 
 
-def event(signature: str, second: float | None = None, *, text: str = "", path: str = "a.log", line: int = 0, **more: Any) -> Event:
+def event(
+    signature: str, second: float | None = None, *, text: str = "", path: str = "a.log", line: int = 0, **more: Any
+) -> Event:
     """An event of a shipped entry, at a second of the story or without time."""
     entry = catalog()[signature]
     fields: dict[str, Any] = {name: more.pop(name) for name in ("node", "rank", "job") if name in more}

@@ -35,9 +35,13 @@ class TestWhatIsDurable:
         assert not told(rules.reported_good, event("ckpt.committed", 1, step="3000"), bad)
 
     def test_announced_is_not_committed(self) -> None:
-        found = conclusion(rules.announced_only, event("ckpt.announced", 1, step="5000"), event("ckpt.tracker", 2, step="4000"))
+        found = conclusion(
+            rules.announced_only, event("ckpt.announced", 1, step="5000"), event("ckpt.tracker", 2, step="4000")
+        )
         assert (found.attrs["announced"], found.attrs["committed"]) == (5000, 4000)
-        assert not told(rules.announced_only, event("ckpt.announced", 1, step="4000"), event("ckpt.tracker", 2, step="4000"))
+        assert not told(
+            rules.announced_only, event("ckpt.announced", 1, step="4000"), event("ckpt.tracker", 2, step="4000")
+        )
 
     def test_called_complete_too_early(self) -> None:
         done, writing = event("ckpt.tracker", 1, step="110"), event("ckpt.still_writing", 2, step="0000110")
@@ -60,7 +64,10 @@ class TestWhatIsDurable:
     def test_a_save_that_failed_unnoticed(self) -> None:
         saved, failed = event("ckpt.announced", 1, step="4000"), event("ckpt.commit_barrier", 600)
         missing = event("ckpt.part_missing", 3600, text="No such file or directory: '/mnt/ckpt/4000'")
-        assert conclusion(rules.believed_saved, saved, failed, missing).attrs["explains"] == ["ckpt.part_missing", "python.file_missing"]
+        assert conclusion(rules.believed_saved, saved, failed, missing).attrs["explains"] == [
+            "ckpt.part_missing",
+            "python.file_missing",
+        ]
         assert not told(rules.believed_saved, saved, missing)
 
     def test_a_save_that_came_good(self) -> None:
@@ -126,7 +133,9 @@ class TestResume:
 
     def test_memory_that_grows(self) -> None:
         def saves(*amounts: float) -> list[Event]:
-            return [event("ckpt.memory_at_save", n, step=str(n), amount=str(a), unit="GiB") for n, a in enumerate(amounts)]
+            return [
+                event("ckpt.memory_at_save", n, step=str(n), amount=str(a), unit="GiB") for n, a in enumerate(amounts)
+            ]
 
         assert told(rules.memory_grows, *saves(200, 390, 570, 750))
         assert not told(rules.memory_grows, *saves(200, 390))
@@ -147,7 +156,9 @@ class TestNothingDone:
         assert not told(rules.nothing_done, *self.STORY[:2], steps(2.5, 2.9, last_step=119), self.STORY[2])
 
     def test_not_when_all_was_done_before(self) -> None:
-        assert not told(rules.nothing_done, self.STORY[0], event("ckpt.zero_progress", 2, step="120", total="120"), self.STORY[2])
+        assert not told(
+            rules.nothing_done, self.STORY[0], event("ckpt.zero_progress", 2, step="120", total="120"), self.STORY[2]
+        )
 
     def test_not_while_it_runs(self) -> None:
         assert not told(rules.nothing_done, *self.STORY[:2])

@@ -1,4 +1,4 @@
-"""Whole cases of schedulers and checkpoints, from bytes to verdict: nothing forbidden, nothing stale, and what is right stays right."""
+"""Whole cases of schedulers and checkpoints, from bytes to verdict: no harm, nothing stale, and what is right stays right."""
 
 from __future__ import annotations
 

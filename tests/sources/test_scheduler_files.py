@@ -11,13 +11,16 @@ CURRENT = "memory.current 137438953472\nmemory.max     137438953472\n"
 
 class TestCgroup:
     def test_names_before_values(self) -> None:
-        found = attrs(CURRENT + "memory.stat: anon 21474836480 / file 113816633344 / inactive_file 109521666048\n", "cgroup.memory")
+        found = attrs(
+            CURRENT + "memory.stat: anon 21474836480 / file 113816633344 / inactive_file 109521666048\n",
+            "cgroup.memory",
+        )
         assert found == {
             "current": 137438953472, "max": 137438953472, "anon": 21474836480, "file": 113816633344, "inactive_file": 109521666048
         }  # fmt: skip
 
     def test_a_file_each(self) -> None:
-        text = "==> a/memory.stat <==\ntotal_cache 9\ntotal_rss 7\nhierarchical_memory_limit 8\n==> a/memory.limit_in_bytes <==\n11\n"
+        text = "==> a/memory.stat <==\ntotal_cache 9\ntotal_rss 7\nother 8\n==> a/memory.limit_in_bytes <==\n11\n"
         assert [e.attrs for e in events(text)] == [{"file": 9, "anon": 7}, {"max": 11}]
 
     def test_no_limit_is_none(self) -> None:
@@ -51,7 +54,10 @@ class TestCheckpointFolders:
         [
             ("global_step_200  global_step_400\n", ["200", "400"]),
             ("iter_0002000\nlatest_checkpointed_iteration.txt\n", ["0002000"]),
-            ("-rw-r--r-- 1 u g 14990 Feb  2 03:00 epoch_11.pt\ndrwxr-xr-x 2 u g 4096 Feb  2 03:00 checkpoint-500\n", ["11", "500"]),
+            (
+                "-rw-r--r-- 1 u g 14990 Feb  2 03:00 epoch_11.pt\ndrwxr-xr-x 2 u g 4096 Feb  2 03:00 checkpoint-500\n",
+                ["11", "500"],
+            ),
             ("4000/  4500/  notes.txt\n", ["4000", "4500"]),
         ],
     )

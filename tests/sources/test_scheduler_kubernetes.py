@@ -76,7 +76,9 @@ class TestPods:
         ],
     )  # fmt: skip
     def test_why_it_does_not_start(self, waiting: str, signature: str) -> None:
-        assert signature in signatures(pod(initContainerStatuses=[{"name": "i", "state": {"waiting": {"reason": waiting}}}]))
+        assert signature in signatures(
+            pod(initContainerStatuses=[{"name": "i", "state": {"waiting": {"reason": waiting}}}])
+        )
 
     @pytest.mark.parametrize(
         ("reason", "signature"),
@@ -96,7 +98,10 @@ class TestPods:
 
 
 class TestYaml:
-    EXCERPT = "status:\n  phase: Failed\n  conditions:\n  - type: DisruptionTarget\n    status: \"True\"\n    reason: PreemptionByScheduler\n"
+    EXCERPT = (
+        "status:\n  phase: Failed\n  conditions:\n  - type: DisruptionTarget\n"
+        '    status: "True"\n    reason: PreemptionByScheduler\n'
+    )
 
     def test_an_excerpt_points_at_its_line(self) -> None:
         assert one(self.EXCERPT, "k8s.preempted").evidence.line == 6
@@ -142,7 +147,9 @@ class TestWorkloads:
         }
         assert signatures(json.dumps({"kind": "Workload", "status": status})) == []
 
-    @pytest.mark.parametrize(("reason", "signature"), [("Preempted", "kueue.preempted"), ("PodsReadyTimeout", "kueue.evicted")])
+    @pytest.mark.parametrize(
+        ("reason", "signature"), [("Preempted", "kueue.preempted"), ("PodsReadyTimeout", "kueue.evicted")]
+    )
     def test_evictions(self, reason: str, signature: str) -> None:
         status = {"conditions": [{"type": "Evicted", "status": "True", "reason": reason}], "requeueState": {"count": 1}}
         found = attrs(json.dumps({"kind": "Workload", "metadata": {"name": "w"}, "status": status}), signature)
@@ -214,7 +221,9 @@ class TestNodes:
         assert attrs(text, "k8s.node_gpus_missing")["allocatable"] == 6
 
     def test_amounts_on_one_line(self) -> None:
-        assert signatures("Capacity:    nvidia.com/gpu: 8\nAllocatable: nvidia.com/gpu: 7\n") == ["k8s.node_gpus_missing"]
+        assert signatures("Capacity:    nvidia.com/gpu: 8\nAllocatable: nvidia.com/gpu: 7\n") == [
+            "k8s.node_gpus_missing"
+        ]
         assert signatures("Capacity:    nvidia.com/gpu: 8\nAllocatable: nvidia.com/gpu: 8\n") == []
 
 
@@ -235,8 +244,14 @@ class TestTables:
         assert signatures(text) == ["k8s.pod_state", "k8s.evicted"]
 
     def test_nodes(self) -> None:
-        text = "NAME     STATUS                        ROLES    AGE   VERSION\ng-88   NotReady,SchedulingDisabled   <none>   90d   v1.33.2\n"
-        assert [(e.signature, e.node) for e in events(text)] == [("k8s.node_not_ready", "g-88"), ("k8s.node_cordoned", "g-88")]
+        text = (
+            "NAME   STATUS                        ROLES    AGE   VERSION\n"
+            "g-88   NotReady,SchedulingDisabled   <none>   90d   v1.33.2\n"
+        )
+        assert [(e.signature, e.node) for e in events(text)] == [
+            ("k8s.node_not_ready", "g-88"),
+            ("k8s.node_cordoned", "g-88"),
+        ]
 
     def test_prose_is_no_table(self) -> None:
         assert events("The status and reason are in the node table.\nNAME of the job\n") == []

@@ -35,7 +35,8 @@ class TestSacct:
 
     @pytest.mark.parametrize(
         ("state", "signature"),
-        [(s, i) for s, i in SIGNATURES.items()] + [("CANCELLED by 1000", "slurm.job_cancelled"), ("OUT_OF_ME+", "slurm.job_oom")],
+        [(s, i) for s, i in SIGNATURES.items()]
+        + [("CANCELLED by 1000", "slurm.job_cancelled"), ("OUT_OF_ME+", "slurm.job_oom")],
     )
     def test_every_state_has_an_entry(self, state: str, signature: str) -> None:
         assert signature in signatures(f"JobID|State\n8|{state}\n")
@@ -78,7 +79,9 @@ class TestSacct:
         assert "slurm.output_path" in signatures("JobID|State|ExitCode\n88|FAILED|0:53\n")
 
     def test_times_are_taken_for_utc_and_said_to_be(self) -> None:
-        event = one("JobID|State|Start|End\n7|TIMEOUT|2031-01-01T00:00:00|2031-01-01T00:01:00\n", "slurm.job_time_limit")
+        event = one(
+            "JobID|State|Start|End\n7|TIMEOUT|2031-01-01T00:00:00|2031-01-01T00:01:00\n", "slurm.job_time_limit"
+        )
         assert (event.time_ns, event.time_quality) == (1_924_992_060_000_000_000, "zone_assumed")
 
 
@@ -92,7 +95,9 @@ class TestScontrol:
     )
 
     def test_a_job(self) -> None:
-        found = attrs(self.JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:9", preempt="None"), "slurm.job_time_limit")
+        found = attrs(
+            self.JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:9", preempt="None"), "slurm.job_time_limit"
+        )
         assert (found["restarts"], found["signal"], found["reason"]) == ("2", 9, "TimeLimit")
 
     def test_preempted_but_completed_is_no_success(self) -> None:
@@ -135,7 +140,10 @@ class TestScontrol:
 
 class TestNodes:
     def test_reasons_with_words_and_host_lists(self) -> None:
-        text = "REASON               USER      TIMESTAMP           NODELIST\nKill task failed     root      2031-01-25T15:12:23 n[1-2],x7\n"
+        text = (
+            "REASON               USER      TIMESTAMP           NODELIST\n"
+            "Kill task failed     root      2031-01-25T15:12:23 n[1-2],x7\n"
+        )
         assert [(e.node, e.attrs["reason"]) for e in events(text)] == [
             (n, "Kill task failed") for n in ("n1", "n2", "x7")
         ]
@@ -148,7 +156,11 @@ class TestNodes:
     def test_states_by_format(self) -> None:
         text = "worker-7 draining [node_problem] gpu pending\nworker-8 idle none\n"
         event = one(text, "slurm.node_drain", title="sinfo -N -h -o '%N %T %E'")
-        assert (event.node, event.attrs["busy"], event.attrs["reason"]) == ("worker-7", True, "[node_problem] gpu pending")
+        assert (event.node, event.attrs["busy"], event.attrs["reason"]) == (
+            "worker-7",
+            True,
+            "[node_problem] gpu pending",
+        )
 
     def test_a_host_list_that_is_too_long_is_one_event(self) -> None:
         text = "NODELIST STATE REASON\nn[1-90000] down x\n"
@@ -170,7 +182,9 @@ class TestJson:
 
     def test_codes_of_a_version_that_prints_them_wrong_are_not_read(self) -> None:
         job = {"job_id": 4, "state": {"current": "FAILED"}, "exit_code": {"status": "SUCCESS", "return_code": 0}}
-        found = attrs(json.dumps({"meta": {"plugin": {"type": "openapi/dbv0.0.38"}}, "jobs": [job]}), "slurm.job_failed")
+        found = attrs(
+            json.dumps({"meta": {"plugin": {"type": "openapi/dbv0.0.38"}}, "jobs": [job]}), "slurm.job_failed"
+        )
         assert "code" not in found
 
     def test_nodes(self) -> None:
@@ -230,13 +244,21 @@ class TestRealSamples:
         assert signature in signatures((samples() / f"scontrol_show_{name}.txt").read_text())
 
     def test_json_agrees_with_text(self) -> None:
-        text = {(e.job, e.signature) for e in events((samples() / "sacct_D_parsable2.txt").read_text()) if e.attrs.get("step") is None}
+        text = {
+            (e.job, e.signature)
+            for e in events((samples() / "sacct_D_parsable2.txt").read_text())
+            if e.attrs.get("step") is None
+        }
         found = {(e.job, e.signature) for e in events((samples() / "sacct_all_states.json").read_text())}
         ends = {"slurm.job_node_fail", "slurm.job_preempted", "slurm.job_time_limit", "slurm.job_completed"}
         assert {p for p in found if p[1] in ends} == {p for p in text if p[1] in ends}
 
     def test_queue_json_has_true_codes(self) -> None:
-        found = {e.job: e.attrs.get("code") for e in events((samples() / "squeue.json").read_text()) if e.signature == "slurm.job_failed"}
+        found = {
+            e.job: e.attrs.get("code")
+            for e in events((samples() / "squeue.json").read_text())
+            if e.signature == "slurm.job_failed"
+        }
         assert found["4"] == 93
         assert found["5"] == 137
 
@@ -253,7 +275,16 @@ class TestRealSamples:
 class TestParts:
     @pytest.mark.parametrize(
         ("text", "code"),
-        [("143:0", (143, 0)), (" 0:9 ", (0, 9)), (35072, (137, 0)), (9, (0, 9)), ("x", None), (None, None), (True, None), (-1, None)],
+        [
+            ("143:0", (143, 0)),
+            (" 0:9 ", (0, 9)),
+            (35072, (137, 0)),
+            (9, (0, 9)),
+            ("x", None),
+            (None, None),
+            (True, None),
+            (-1, None),
+        ],
     )
     def test_codes(self, text: object, code: tuple[int, int] | None) -> None:
         assert code_of(text) == code

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from keepstep.attribution.current import begin_after, end_of
 from keepstep.attribution.order import compare
 from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.lives import JOB_TASKS
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -31,6 +32,8 @@ NO_NOISE = ("checkpoint.", "resume.", "gpu.", "sched.", "host.", "rank.config")
 """Kinds of events that no process prints because it is killed."""
 LEAST_PODS = 3
 """Pods that are taken away together from which on it is one decision about something that they share."""
+MUCH_LARGER = 3
+"""Times the memory of the job's own victim from which on another process is the one that filled the node."""
 LEAST_NODE_FAILS = 3
 """Failures of one node under different jobs from which on it is the node, not chance."""
 LEAST_REFUSED = 3
@@ -219,16 +222,38 @@ def mass_eviction(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 
 def memory_of_node(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """Where the node as a whole was out of memory, what was killed is not what was at fault."""
-    for event in events:
-        outside = event.signature in ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")
-        limits = [
-            e for e in events if e.signature in ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")
+    """Where the node as a whole was out of memory, what was killed is not what was at fault, unless it was the largest itself."""
+    limits = [e for e in events if e.signature in ("oom.cgroup", "k8s.oom_killed", "slurm.job_oom", "cgroup.oom_kill")]
+    outside = [e for e in events if e.signature in ("oom.global", "k8s.system_oom", "k8s.node_pressure_memory")]
+    if limits or not outside:
+        return []
+    noise = [s for s in ("dataloader.worker_killed", "exit.sigkill", "k8s.container_exit") if s in catalog]
+    killed = sorted(((_kilobytes(e), e) for e in outside), key=lambda pair: -pair[0])
+    size, largest = killed[0]
+    job = max((kb for kb, e in killed if _of_job(e)), default=0)
+    if size >= MUCH_LARGER * job > 0:
+        return [
+            derive(
+                catalog,
+                "derived.sched.other_filled_node",
+                largest,
+                explains=noise,
+                attrs={"task": largest.attrs.get("task", "")},
+            )
         ]
-        if outside and not limits:
-            noise = [s for s in ("dataloader.worker_killed", "exit.sigkill", "k8s.container_exit") if s in catalog]
-            return [derive(catalog, "derived.sched.node_memory", event, explains=noise)]
-    return []
+    if any(e.signature == "derived.outgrew_host" for e in events):
+        return []
+    return [derive(catalog, "derived.sched.node_memory", outside[0], explains=noise)]
+
+
+def _kilobytes(event: Event) -> int:
+    text = str(event.attrs.get("anon_rss_kb", ""))
+    return int(text) if text.isdigit() and len(text) < 16 else 0
+
+
+def _of_job(event: Event) -> bool:
+    """Whether a victim of the kernel is a process of a training job."""
+    return str(event.attrs.get("task", "")).startswith(JOB_TASKS)
 
 
 def not_memory(events: Sequence[Event], catalog: Catalog) -> list[Event]:
