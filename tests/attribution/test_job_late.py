@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
 
-from tests.attribution.jobtexts import conclusions, lines, status, timeout, verdict_of
+from keepstep.attribution.rules.job import JOB_RULES
+from keepstep.catalog.load import shipped
+from tests.attribution.jobtexts import conclusions, events_of, lines, status, timeout, verdict_of
 
 OTHERS = [timeout(r, 40, "ALLREDUCE") for r in (1, 2, 3)]
 
@@ -219,3 +224,15 @@ def test_a_rank_whose_stack_is_in_a_network_read_waits_for_a_server() -> None:
         "    load_tokenizer (/w/data.py:30)",
     )
     assert verdict_of(text).fault_class == "storage"
+
+
+def test_a_job_of_sixteen_thousand_ranks_is_judged_in_time() -> None:
+    catalog = shipped()
+    text = lines(*[timeout(r, 40, "ALLREDUCE") for r in range(0, 40)])
+    few = [e for e in events_of(text) if e.signature == "torch.watchdog_timeout"]
+    waiting = [msgspec.structs.replace(few[r % len(few)], rank=r) for r in range(12_000)]
+    busy = [msgspec.structs.replace(few[0], signature="job.evaluating", rank=r) for r in range(12_000, 16_000)]
+    begin = time.process_time()
+    for rule in JOB_RULES:
+        assert len(rule([*waiting, *busy], catalog)) <= 64
+    assert time.process_time() - begin < 5.0
