@@ -228,7 +228,7 @@ def test_a_rank_whose_stack_is_in_a_network_read_waits_for_a_server() -> None:
 
 def test_a_job_of_sixteen_thousand_ranks_is_judged_in_time() -> None:
     catalog = shipped()
-    text = lines(*[timeout(r, 40, "ALLREDUCE") for r in range(0, 40)])
+    text = lines(*[timeout(r, 40, "ALLREDUCE") for r in range(40)])
     few = [e for e in events_of(text) if e.signature == "torch.watchdog_timeout"]
     waiting = [msgspec.structs.replace(few[r % len(few)], rank=r) for r in range(12_000)]
     busy = [msgspec.structs.replace(few[0], signature="job.evaluating", rank=r) for r in range(12_000, 16_000)]
