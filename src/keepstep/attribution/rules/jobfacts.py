@@ -26,6 +26,7 @@ WAITS = frozenset(
         "ncclras.mismatch",
         "fr.trace_missing",
         "torch.desync_report",
+        "torch.rank_counters",
     }
 )
 """Signatures whose rank waits for others."""
@@ -82,12 +83,13 @@ def waits(events: Sequence[Event]) -> list[Wait]:
             groups[waiting_rank(event), number(event.attrs.get("seq"))] = str(guid)
     found: dict[tuple[object, ...], Wait] = {}
     for event in events:
-        rank = waiting_rank(event)
+        rank, attrs = waiting_rank(event), event.attrs
         if event.signature not in WAITS or "about_rank" in event.attrs:
             continue
         if event.signature == "torch.monitored_barrier" and rank is None:
             continue
-        attrs = event.attrs
+        if event.signature == "torch.rank_counters" and attrs.get("enqueued") == attrs.get("completed"):
+            continue
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))
         ran_ms = number(attrs.get("ran_ms")) or number(attrs.get("timeout_ms"))
         begin = event.time_ns - ran_ms * 1_000_000 if event.time_ns is not None and ran_ms is not None else None

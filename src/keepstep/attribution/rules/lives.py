@@ -52,6 +52,9 @@ FINGERPRINTED = (
 JOB_TASKS = ("python", "pt_", "torchrun", "ray::", "vllm", "VLLM", "train")
 """How the processes of training jobs are called in the kernel's table."""
 
+MOST_PAIRS = 256
+"""Events of one kind that are held against those of another; a job that was restarted more often says no more."""
+
 LEAST_STALLS = 3
 """Time-outs at one step in so many lives are no chance; two may be one bad link."""
 
@@ -64,7 +67,8 @@ def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Ev
         return []
     success = min(done, key=canonical)
     late = [e for e in events if _of_teardown(e) and compare(e, success) in ("after", "together")]
-    if not late or any(_really_failed(e, catalog) for e in events if e not in late):
+    excused = {id(e) for e in late}
+    if not late or any(_really_failed(e, catalog) for e in events if id(e) not in excused):
         return []
     return [
         concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
@@ -109,10 +113,10 @@ def standby_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def seat_taken(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A node that worked and came back to find its place given to a spare: an assignment, no fault of the node."""
-    promoted = of(events, "launcher.spare_promoted")
-    for standby in of(events, "launcher.standby"):
+    promoted = of(events, "launcher.spare_promoted")[:MOST_PAIRS]
+    excluded = {str(e.attrs.get("member", "")) for e in of(events, "launcher.node_excluded")}
+    for standby in of(events, "launcher.standby")[:MOST_PAIRS]:
         member = str(standby.attrs.get("member", ""))
-        excluded = {str(e.attrs.get("member", "")) for e in of(events, "launcher.node_excluded")}
         if member in excluded or "spare" in member:
             continue
         if member and any(compare(p, standby) != "after" for p in promoted):
@@ -122,7 +126,7 @@ def seat_taken(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """The same failure of the program in two lives with a restart between them: it will come again."""
-    restarts = sorted(of(events, *RESTARTS), key=canonical)
+    restarts = sorted(of(events, *RESTARTS), key=canonical)[:MOST_PAIRS]
     by_print: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
     for event in of(events, *FINGERPRINTED):
         frame = str(event.attrs.get("user_frame") or event.attrs.get("frame") or "")
@@ -150,7 +154,8 @@ def _lives(members: Sequence[Event], restarts: Sequence[Event]) -> int:
     lives = 1
     anchor = members[0]
     # A burst is one event from its first sighting to its last.
-    sightings = sorted((s for e in members for s in ((e, end_of(e)) if e.count > 1 else (e,))), key=canonical)
+    few = [*members[:MOST_PAIRS], *members[-1:]]
+    sightings = sorted((s for e in few for s in ((e, end_of(e)) if e.count > 1 else (e,))), key=canonical)
     for event in sightings[1:]:
         if any(before(anchor, r) and before(r, event) for r in restarts):
             lives += 1
@@ -172,8 +177,8 @@ def _same_outcomes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Time-outs of several lives after the same last step."""
-    stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)
-    progress = sorted(of(events, PROGRESS), key=canonical)
+    stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)[:MOST_PAIRS]
+    progress = sorted(of(events, PROGRESS), key=canonical)[:MOST_PAIRS]
     if not stalls or not progress:
         return []
     last_steps = [step for life in _by_document(stalls, progress) for step in life]
@@ -232,8 +237,8 @@ def _is_143(event: Event) -> bool:
 
 def stale_store(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """After a restart ranks cannot connect to each other: they read addresses of the life before from a store that was kept."""
-    restarts = of(events, *RESTARTS)
-    for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical):
+    restarts = of(events, *RESTARTS)[:MOST_PAIRS]
+    for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical)[:MOST_PAIRS]:
         ends = (event, end_of(event))
         if any(before(r, e) for r in restarts if r.signature == "elastic.restarting" for e in ends):
             return [concluded("derived.stale_store", catalog, event, {})]

@@ -26,6 +26,8 @@ WIRE = (
 START_S = 300
 """Seconds of a job's life in which no step is made; set-up of thousands of ranks takes minutes."""
 LEAST_NODES_FOR_COMMON = 3
+LEAST_WITNESSES = 2
+"""Nodes that must name a node before it is taken out."""
 
 _ADDRESS = re.compile(r"^\[?(?P<host>[0-9a-fA-F.:]+|[\w.-]+?)(?:%\w+)?\]?(?:<(?P<port>\d+)>)?$")
 _OWN_ADDRESS = re.compile(
@@ -89,12 +91,18 @@ def _pairs(failures: Sequence[Event], names: dict[str, str]) -> list[Pair]:
 
 
 def _common(pairs: Sequence[Pair]) -> str | None:
-    """The one node that is in all of several pairs."""
+    """The one node that is in all of several pairs, and that at least two others name.
+
+    What a node alone complains of is not enough: addresses of peers may be other names of nodes that are known.
+    """
     distinct = {frozenset((p.node, p.peer)) for p in pairs}
     if len(distinct) < 2 or len(frozenset().union(*distinct)) < LEAST_NODES_FOR_COMMON:
         return None
     shared = frozenset.intersection(*distinct)
-    return next(iter(shared)) if len(shared) == 1 else None
+    if len(shared) != 1:
+        return None
+    culprit = next(iter(shared))
+    return culprit if len({p.node for p in pairs if p.peer == culprit}) >= LEAST_WITNESSES else None
 
 
 def _from_the_start(events: Sequence[Event], first: Event) -> bool:
@@ -142,7 +150,7 @@ def transport_changes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             found.append(concluded("derived.transport_changed", catalog, uses[-1][0], attrs))
         with_nics = [u for u in uses if u[2]]
         latest[node] = with_nics[-1] if with_nics else uses[-1]
-    return found or _odd_one(latest, catalog)
+    return found or _odd_one(latest, catalog) or _odd_gpu_direct(events, catalog)
 
 
 def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> list[Event]:
@@ -164,6 +172,21 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
         )
         for _, (event, net, nics) in sorted(odd.items())
     ]
+
+
+def _odd_gpu_direct(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The few nodes whose NICs may not reach GPU memory, where those of most may."""
+    state: dict[str, Event] = {}
+    for event in of(events, "nccl.gpu_direct"):
+        if event.node is not None:
+            known = state.get(event.node)
+            if known is None or event.attrs.get("state") == "Disabled":
+                state[event.node] = event
+    off = [e for _, e in sorted(state.items()) if e.attrs.get("state") == "Disabled"]
+    if len(state) < LEAST_NODES_FOR_COMMON or not off or 2 * len(off) >= len(state):
+        return []
+    attrs = {"usual": "with GPUDirect", "now": "without it"}
+    return [concluded("derived.transport_odd", catalog, e, attrs) for e in off]
 
 
 _SETTING = re.compile(r"\b(?P<name>NCCL_[A-Z0-9_]+)=(?P<value>\w+)")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from keepstep.attribution.current import end_of
-from keepstep.attribution.order import canonical
+from keepstep.attribution.order import SECOND_NS, canonical
 from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
 from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
@@ -24,6 +25,8 @@ CRASHES = (
 )
 AFTER_PROBE_S = 600.0
 """A probe that disturbs does so within minutes."""
+MOST_PAIRS = 64
+"""Events of one kind that are held against those of another."""
 STRONG = 1.5
 """Weight of a root that makes a probe an innocent bystander."""
 
@@ -38,10 +41,10 @@ RAISED = (
 
 def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A process that crashed in native code right after a diagnostic tool was pointed at it."""
-    probes = sorted(of(events, "diag.attached"), key=canonical)
+    probes = sorted(of(events, "diag.attached"), key=canonical)[:MOST_PAIRS]
     if not probes:
         return []
-    crashes = sorted((e for e in events if e.signature in CRASHES or _aborted(e)), key=canonical)
+    crashes = sorted((e for e in events if e.signature in CRASHES or _aborted(e)), key=canonical)[:MOST_PAIRS]
     for crash in crashes:
         probe = next((p for p in probes if within_s(p, crash, AFTER_PROBE_S)), None)
         if probe is None or _has_own_cause(events, crash, catalog):
@@ -138,10 +141,28 @@ def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A hang that was declared, and steps of the same life after it."""
-    restarts = of(events, "job.started", "elastic.restarting")
-    for alarm in sorted(of(events, "monitor.hang_declared"), key=canonical):
-        for step in of(events, "job.progress"):
+    restarts = of(events, "job.started", "elastic.restarting")[:MOST_PAIRS]
+    for alarm in sorted(of(events, "monitor.hang_declared"), key=canonical)[:MOST_PAIRS]:
+        for step in of(events, "job.progress")[:MOST_PAIRS]:
             last = end_of(step)
             if before(alarm, last) and not any(before(alarm, r) and before(r, last) for r in restarts):
                 return [concluded("derived.false_alarm", catalog, alarm, {"monitor": alarm.evidence.text[:160]})]
+    return []
+
+
+DAYS_OLD = 180
+"""Listings carry no year: a file that seems older than half a year may be of tomorrow."""
+
+
+def old_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Dumps of a day before the steps that were made since: of a hang that is over."""
+    times = [end_of(e).time_ns for e in of(events, "job.progress")]
+    last = max((t for t in times if t is not None), default=None)
+    for event in of(events, "evidence.dumps_listed"):
+        day = event.attrs.get("newest_day")
+        if last is None or not isinstance(day, int):
+            continue
+        today = datetime.fromtimestamp(last / SECOND_NS, UTC).timetuple().tm_yday
+        if 1 <= (today - day) % 366 <= DAYS_OLD:
+            return [concluded("derived.old_dumps", catalog, event, {})]
     return []

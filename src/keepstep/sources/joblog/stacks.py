@@ -44,6 +44,12 @@ _COLLECTIVE_FILES = (
 )
 _WORK: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
+        "download",
+        re.compile(
+            r"\bssl\.py|urllib3/|requests/|http/client\.py|botocore/|boto3/|gcsfs/|aiohttp/|huggingface_hub/|fsspec/"
+        ),
+    ),
+    (
         "teardown",
         re.compile(r"destroy_process_group|\bshutdown\b|::shutdown|_abort|atexit|__del__|finalize_model_parallel"),
     ),
