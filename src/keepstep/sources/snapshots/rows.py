@@ -51,7 +51,7 @@ _NAMED = re.compile(
     r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
 )
 _LOOSE = re.compile(
-    r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
+    r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |was |of |at |took )?"
     rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
 )
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")

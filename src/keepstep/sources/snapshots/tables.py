@@ -54,9 +54,14 @@ _SAID = re.compile(
 )
 _LISTED = re.compile(r"\s*[HS]W [A-Za-z ]+?\s*:\s*(?:Not )?Active\s*\Z")
 """A line of the tool's own listing, which has its reader."""
-_MEGATRON = re.compile(
-    r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})"
+_EXTREMES = re.compile(
+    r"(?P<side>Mn|Mx|Min|Max)(?P<what>Rtt|ETpt|RoundTripTime|Throughput)/(?:Rnk|Rank):"
+    r"\s*(?P<value>[\d.]+)\s*[A-Za-z%/]*?\s*/\s*(?P<rank>\d{1,7})"
 )
+"""Megatron-LM's and Composer's reports: the least and greatest value with its rank."""
+_EXTREME_KINDS = {"Rtt": "time", "RoundTripTime": "time", "ETpt": "speed", "Throughput": "speed"}
+LEAST_SPREAD = 0.05
+"""Between fastest and slowest, from which on it is worth saying who is slowest."""
 _NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]{0,40}['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
 
 
@@ -268,21 +273,23 @@ def _flagged(document: Document) -> list[tuple[str, Line]]:
 
 
 def _extremes(document: Document) -> tuple[list[str], Line | None]:
-    """The rank with the longest time of each report, where it is far from the shortest."""
+    """The slowest rank of each report of extremes, where it is far from the fastest."""
     slow: list[str] = []
     first: Line | None = None
+    told: dict[tuple[str, str], tuple[float, str]] = {}
     for line in document.lines:
-        if "/Rnk" not in line.text:
+        if "/Rnk" not in line.text and "/Rank" not in line.text:
             continue
-        found = {
-            (m["side"], m["what"]): (number(m["value"]) or 0.0, m["rank"]) for m in _MEGATRON.finditer(line.text[:2000])
-        }
-        fast, long = found.get(("Mn", "Rtt")), found.get(("Mx", "Rtt"))
-        if fast is None or long is None:
-            low, high = found.get(("Mn", "ETpt")), found.get(("Mx", "ETpt"))
-            fast, long = (high, low) if low is not None and high is not None else (None, None)
-        if fast is None or long is None or not fast[0] or abs(long[0] - fast[0]) < 0.05 * max(fast[0], long[0]):
-            continue
-        first = first or line
-        slow.append(long[1])
+        for match in _EXTREMES.finditer(line.text[:LINE_LIMIT]):
+            side = "low" if match["side"] in ("Mn", "Min") else "high"
+            told[side, _EXTREME_KINDS[match["what"]]] = (number(match["value"]) or 0.0, match["rank"])
+        # Reports of one line hold both kinds; those of a line for each value complete one pair after the other.
+        for kind, fast, long in (("time", "low", "high"), ("speed", "high", "low")):
+            if (fast, kind) not in told or (long, kind) not in told:
+                continue
+            best, worst = told[fast, kind], told[long, kind]
+            told.clear()
+            if best[0] and abs(worst[0] - best[0]) >= LEAST_SPREAD * max(best[0], worst[0]):
+                first = first or line
+                slow.append(worst[1])
     return slow, first
