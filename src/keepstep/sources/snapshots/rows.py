@@ -54,7 +54,7 @@ _LOOSE = re.compile(
     r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |was |of |at |took )?"
     rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
 )
-_ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
+_ALONE = re.compile(rf"[:=\s]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
 _OTHERS = re.compile(
     r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}"
     r"(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)",
@@ -284,7 +284,8 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
             for m in _LOOSE.finditer(text)
             if is_speed(m["key"], m["unit"])
         ]
-    alone = _ALONE.search(text, marks[0][0]) if not values and len(marks) == 1 else None
+    kinds = {kind for _, kind, _ in marks}
+    alone = _ALONE.search(text, marks[-1][0]) if not values and marks and len(kinds) == len(marks) else None
     if alone is not None and metric_kind(heading.name, alone["unit"]) is not None:
         values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
     if not values:
