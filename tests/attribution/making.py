@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from keepstep.attribution.places import UNMAPPED, RankMap
+from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.verdict import Judgement
+from keepstep.attribution.verdict import judge as judge_by_all_rules
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event, Evidence, Gpu
-from keepstep.records.verdict import Action, FaultClass
+from keepstep.records.verdict import Action, FaultClass, Verdict
 
 S = 1_000_000_000
 T0 = 1_900_000_000 * S
@@ -36,19 +41,24 @@ CATALOG = Catalog(
         entry("gpu.gone_back", "recovery", "gpu", 1, clears=("gpu.gone",), severity="info"),
         entry("gpu.wearing", "root", "gpu", 1, {"hardware": 3.0}, "drain_at_checkpoint", kind="gpu.ecc"),
         entry("gpu.dirty", "root", "gpu", 1, {"hardware": 3.0}, "reset_gpu", kind="gpu.xid"),
+        entry("gpu.no_spare", "root", "gpu", 2, {"hardware": 4.0}, "cordon_node", kind="gpu.row_remap"),
+        entry("gpu.firmware", "root", "gpu", 3, {"hardware": 2.2, "framework": 2.0}, "reset_gpu", kind="gpu.xid"),
         entry("gpu.hint", "root", "gpu", 0, {"hardware": 0.8}, "ask_human", severity="warning"),
-        entry("gpu.maybe", "root", "gpu", 1, {"hardware": 1.8}, "cordon_node"),
+        entry("gpu.maybe", "root", "gpu", 1, {"hardware": 1.4}, "cordon_node"),
         entry("link.down", "root", "nic", 0, {"fabric": 4.0}, "cordon_node", kind="nic.link"),
         entry("store.slow", "root", "storage", 2, {"storage": 3.0}, "restart_job", kind="storage.error"),
         entry("node.lost", "root", "node", 2, {"platform": 3.0}, "restart_job", kind="sched.node_fail"),
+        entry("node.repaired", "recovery", "node", 2, clears=("gpu.*",), severity="info"),
         entry("node.back", "recovery", "node", 2, clears=("node.*",), severity="info"),
         entry("cuda.error", "root", "rank", 4, {"hardware": 0.5, "user_code": 0.5}, "ask_human", kind="rank.exception"),
         entry("script.error", "root", "rank", 5, {"user_code": 4.0}, "fail_fast", kind="rank.exception"),
         entry("lib.error", "root", "rank", 5, {"framework": 4.0}, "restart_job", kind="rank.exception"),
+        entry("lib.twin", "root", "rank", 5, {"framework": 4.2}, "restart_job", kind="rank.exception"),
         entry("lib.benign", "root", "job", 5, {"framework": 3.0}, "none", severity="warning"),
         entry("peer.gone", "cascade", "rank", 7, {"fabric": 0.3}, "restart_job", kind="collective.abort"),
         entry("watchdog", "symptom", "rank", 8, kind="collective.timeout"),
         entry("idle.clock", "noise", "gpu", 5, severity="info"),
+        entry("probe.noise", "noise", "job", 5, {"framework": 1.0}, severity="warning"),
         entry("chatter", "noise", "rank", 5, severity="warning"),
         entry("job.progress", "recovery", "job", 9, kind="job.progress", severity="info"),
         entry("job.completed", "recovery", "job", 9, severity="info", kind="sched.completed"),
@@ -96,3 +106,12 @@ def event(
         evidence=Evidence(path=path, line=line, text=f"{name} {at}"),
         **(fields | more),
     )
+
+
+def judge(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED) -> Judgement:
+    """The engine without the rules of areas, which know the shipped catalog."""
+    return judge_by_all_rules(events, catalog, ranks, rules=(common_cause,), past_rules=())
+
+
+def attribute(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED) -> Verdict:
+    return judge(events, catalog, ranks).verdict

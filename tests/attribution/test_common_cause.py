@@ -8,11 +8,10 @@ from keepstep.attribution.history import Past, compared
 from keepstep.attribution.incident import LONGEST_WAIT_S, incidents
 from keepstep.attribution.places import RankMap
 from keepstep.attribution.rules.common_cause import common_cause
-from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import Catalog, shipped
 from keepstep.records.event import Event
 from keepstep.records.verdict import Verdict
-from tests.attribution.making import CATALOG, GPU, T0, S, entry, event
+from tests.attribution.making import CATALOG, GPU, T0, S, attribute, entry, event
 
 WITH_COMMON = Catalog(
     [
@@ -21,6 +20,8 @@ WITH_COMMON = Catalog(
         entry("check.nccl", "root", "node", 3, {"hardware": 2.0}, "drain_at_checkpoint", kind="check.failed"),
         entry("power.brake", "root", "gpu", 1, {"hardware": 2.0}, "drain_at_checkpoint", kind="gpu.throttle"),
         entry("gsp.timeout", "root", "gpu", 1, {"hardware": 1.0, "framework": 2.0}, "reset_gpu", kind="gpu.xid"),
+        entry("peer.lost", "root", "node", 4, {"fabric": 2.0}, "restart_job", kind="nccl.error"),
+        entry("link.fatal", "root", "gpu", 2, {"fabric": 2.6, "hardware": 1.4}, "reset_gpu", kind="gpu.xid"),
         entry("slow.rank", "root", "rank", 2, {"hardware": 3.0}, "drain_at_checkpoint", kind="step.slow"),
     ]
 )
@@ -63,6 +64,10 @@ class TestManyMachines:
     def test_one_driver_complaint_on_many_machines_is_software(self) -> None:
         verdict = attribute(on_nodes("gsp.timeout", 4), WITH_COMMON)
         assert (verdict.fault_class, verdict.action) == ("framework", "ask_human")
+
+    def test_links_between_gpus_that_fail_on_many_machines_are_their_switch(self) -> None:
+        verdict = attribute(on_nodes("link.fatal", 4), WITH_COMMON)
+        assert (verdict.fault_class, verdict.action) == ("fabric", "ask_human")
 
     def test_a_check_that_nearly_all_fail_is_broken(self) -> None:
         verdict = attribute(on_nodes("check.nccl", 8), WITH_COMMON)
@@ -182,3 +187,7 @@ class TestHistory:
     def test_what_comes_later_is_no_history(self) -> None:
         past = [Past(verdict_on("script.error", 0, node="a"), T0 + 10_000 * S)]
         assert compared(verdict_on("script.error", 900, node="b"), T0 + 900 * S, past) == []
+
+
+def test_what_ranks_say_of_a_peer_is_no_common_cause() -> None:
+    assert common_cause(on_nodes("peer.lost", 8), WITH_COMMON) == []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from keepstep.attribution.act import HARD_RULES
 from keepstep.attribution.places import RankMap
-from keepstep.attribution.verdict import attribute, judge
+from keepstep.attribution.verdict import judge as judge_by_all_rules
+from keepstep.catalog.load import shipped
 from keepstep.catalog.priors import shipped_priors
-from keepstep.records.event import Gpu
-from tests.attribution.making import CATALOG, GPU, S, event
+from keepstep.records.event import Event, Gpu, Stale
+from tests.attribution.making import CATALOG, GPU, T0, S, attribute, event, judge
 
 NODE = "gpu-07"
 
@@ -112,6 +114,12 @@ class TestCurrency:
         )
         assert not verdict.no_current_fault and verdict.action == "cordon_node"
 
+    def test_a_recovery_of_the_node_takes_back_what_was_wrong_with_its_parts(self) -> None:
+        fault = event("gpu.gone", 0, node=NODE, gpu=GPU, path="dmesg")
+        back, other = (event("node.repaired", 50, node=n, path="ops.log") for n in (NODE, "gpu-08"))
+        assert attribute([fault, back], CATALOG).no_current_fault
+        assert not attribute([fault, other], CATALOG).no_current_fault
+
     def test_a_recovery_before_the_fault_takes_nothing_back(self) -> None:
         verdict = attribute(
             [event("gpu.gone_back", 0, node=NODE, gpu=GPU), event("gpu.gone", 50, node=NODE, gpu=GPU)], CATALOG
@@ -127,6 +135,26 @@ class TestCurrency:
             CATALOG,
         )
         assert not verdict.no_current_fault
+
+    def test_a_condition_that_is_over_is_still_the_cause_of_what_it_stopped(self) -> None:
+        events = [
+            event("gpu.gone", 0, node=NODE, gpu=GPU),
+            event("watchdog", 30, rank=1),
+            event("gpu.gone_back", 50, node=NODE, gpu=GPU),
+        ]
+        verdict = attribute(events, CATALOG)
+        assert not verdict.no_current_fault
+        # Nothing is taken out for what is over.
+        assert (verdict.fault_class, verdict.signature, verdict.action) == ("hardware", "gpu.gone", "restart_job")
+
+    def test_a_condition_that_was_over_before_the_last_step_is_not(self) -> None:
+        events = [
+            event("gpu.gone", 0, node=NODE, gpu=GPU),
+            event("gpu.gone_back", 20, node=NODE, gpu=GPU),
+            event("job.progress", 300, rank=1),
+            event("watchdog", 600, rank=1),
+        ]
+        assert attribute(events, CATALOG).fault_class == "unknown"
 
     def test_steps_after_a_stop_show_that_there_is_none(self) -> None:
         verdict = attribute([event("node.lost", 0, node=NODE), event("job.progress", 60, rank=5)], CATALOG)
@@ -163,6 +191,10 @@ class TestCurrency:
         verdict = attribute([event("idle.clock", 0, node=NODE, gpu=GPU)], CATALOG)
         assert verdict.no_current_fault and verdict.action == "none"
 
+    def test_benign_signs_say_whose_they_are(self) -> None:
+        assert attribute([event("probe.noise", 0)], CATALOG).fault_class == "framework"
+        assert attribute([event("probe.noise", 0), event("script.error", 1)], CATALOG).fault_class == "user_code"
+
     def test_a_root_that_calls_for_nothing_is_no_current_fault(self) -> None:
         verdict = attribute([event("lib.benign", 0)], CATALOG)
         assert verdict.no_current_fault and (verdict.fault_class, verdict.action) == ("framework", "none")
@@ -179,7 +211,7 @@ class TestWeighing:
         assert not verdict.no_current_fault and verdict.missing
 
     def test_two_classes_that_are_equally_likely_are_unknown(self) -> None:
-        verdict = attribute([event("script.error", None, path="a"), event("lib.error", None, path="b")], CATALOG)
+        verdict = attribute([event("script.error", None, path="a"), event("lib.twin", None, path="b")], CATALOG)
         assert (verdict.fault_class, verdict.action) == ("unknown", "ask_human")
         assert {a.fault_class for a in verdict.alternatives} >= {"user_code", "framework"}
 
@@ -233,6 +265,21 @@ class TestActions:
         assert verdict.fault_class == "hardware" and verdict.tier == "certain"
         assert verdict.action == "ask_human"
 
+    def test_every_hard_rule_is_among_those_tested(self) -> None:
+        tested = ["xid.13", "xid.45", "torch.cuda_oom", "nccl.desync", "nccl.mismatch"]
+        seen = [judge([event(name, 0, node=NODE, gpu=GPU)], CATALOG).seen[0] for name in tested]
+        assert [r.name for r in HARD_RULES if not any(r.applies(s) for s in seen)] == []
+
+    def test_firmware_or_silicon_of_one_gpu_gets_its_reset_whichever_it_is(self) -> None:
+        verdict = attribute([event("gpu.firmware", 0, node=NODE, gpu=GPU)], CATALOG)
+        assert verdict.fault_class in ("hardware", "framework") and verdict.action == "reset_gpu"
+
+    def test_what_followed_on_the_same_part_may_call_for_more(self) -> None:
+        events = [event("gpu.dirty", 0, node=NODE, gpu=GPU), event("gpu.no_spare", 1, node=NODE, gpu=GPU)]
+        verdict = attribute(events, CATALOG)
+        assert verdict.first_cause is not None and verdict.first_cause.signature == "gpu.dirty"
+        assert verdict.action == "cordon_node"
+
     def test_an_application_xid_does_not_hold_back_the_gpu_that_is_gone(self) -> None:
         events = [event("gpu.gone", 0, node=NODE, gpu=GPU), event("gpu.hint", 1, node=NODE, gpu=GPU)]
         assert attribute(events, CATALOG).action == "cordon_node"
@@ -262,7 +309,7 @@ class TestWords:
         assert NODE in verdict.summary and GPU in verdict.summary and verdict.summary.count(". ") == 0
 
     def test_alternatives_say_what_speaks_against_them(self) -> None:
-        verdict = attribute([event("script.error", 0, rank=1), event("cuda.error", 0, rank=2)], CATALOG)
+        verdict = attribute([event("gpu.hint", 0, node=NODE), event("cuda.error", 0, rank=2)], CATALOG)
         assert verdict.alternatives and all(a.why_not for a in verdict.alternatives)
 
     def test_names_of_one_gpu_are_one(self) -> None:
@@ -277,3 +324,33 @@ class TestWords:
         judged = judge(events, CATALOG)
         assert judged.verdict.entity.gpu == GPU
         assert len([s for s in judged.seen if s.entry.id == "gpu.gone"]) == 1
+
+
+class TestShippedHistory:
+    """The one way in which what is stale counts: the same part failed again after it was repaired."""
+
+    @staticmethod
+    def double_bit(at: float, stale: Stale | None = None) -> Event:
+        return Event(
+            kind="gpu.xid",
+            signature="xid.48",
+            severity="fatal",
+            source="kernel",
+            time_ns=T0 + round(at * S),
+            time_quality="exact",
+            node=NODE,
+            gpu=Gpu(pci=GPU),
+            attrs={"xid": 48},
+            stale=stale,
+        )
+
+    def test_alone_it_is_reset(self) -> None:
+        assert judge_by_all_rules([self.double_bit(9000)], shipped()).verdict.action == "reset_gpu"
+
+    def test_after_a_repair_it_is_taken_out(self) -> None:
+        events = [self.double_bit(0, "previous_boot"), self.double_bit(9000)]
+        assert judge_by_all_rules(events, shipped()).verdict.action == "cordon_node"
+
+    def test_without_a_current_one_there_is_none(self) -> None:
+        verdict = judge_by_all_rules([self.double_bit(0, "previous_boot")], shipped()).verdict
+        assert verdict.no_current_fault and verdict.action == "none"

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from keepstep.attribution.learn import LARGEST, LEAST_OUTCOMES, Outcome, as_toml, outcome_of, relearned
-from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.priors import shipped_priors
 from keepstep.records.event import Event
 from keepstep.records.verdict import FaultClass
-from tests.attribution.making import CATALOG, GPU, event
+from tests.attribution.making import CATALOG, GPU, attribute, event
 
 PRIORS = shipped_priors()
 
@@ -25,7 +24,7 @@ def outcomes(name: str, **counts: int) -> list[Outcome]:
 
 def weights(name: str, found: list[Outcome], **more: float) -> dict[FaultClass, float]:
     by_id = {o.id: o.weights for o in relearned(found, CATALOG, PRIORS, **more)}  # type: ignore[arg-type]
-    return by_id.get(name, dict(CATALOG[name].weights))
+    return by_id.get(name) or dict(CATALOG[name].weights)
 
 
 def test_a_sign_that_meant_something_else_here_says_so() -> None:

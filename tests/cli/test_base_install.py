@@ -58,4 +58,8 @@ def test_verbs_of_the_base_install_work(base: Path, tmp_path: Path) -> None:
     assert _run(base, "-m", "keepstep.cli.main", "version", cwd=tmp_path).returncode == 0
     explained = _run(base, "-m", "keepstep.cli.main", "explain-exit", "93", cwd=tmp_path)
     assert "do not requeue" in explained.stdout
+    code = _run(base, "-m", "keepstep.cli.main", "xid", "145", "--registers", "0x82 0x40", "-o", "json", cwd=tmp_path)
+    assert code.returncode == 0 and json.loads(code.stdout)["decoded"]["bucket"] == "RESET_GPU", code.stderr
+    listed = _run(base, "-m", "keepstep.cli.main", "get", "patterns", "-o", "name", cwd=tmp_path)
+    assert listed.returncode == 0 and "xid.79" in listed.stdout.split(), listed.stderr
     assert _run(base, "-m", "keepstep.cli.main", "goodput", "nowhere", cwd=tmp_path).returncode == 6

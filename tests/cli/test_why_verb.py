@@ -172,7 +172,13 @@ class TestRunFolder:
 
     def test_the_rank_map_joins_ranks_and_nodes(self, run_folder: Path) -> None:
         (run_folder / "evidence/cycle-0000/gpu-17/kernel.log").unlink()
-        assert fields(str(run_folder))["entity"] == {"node": "gpu-18", "gpu": None, "rank": 3, "nic": None, "job": None}
+        assert fields(str(run_folder))["entity"] == {
+            "node": "gpu-18",
+            "gpu": None,
+            "rank": 3,
+            "nic": None,
+            "job": "run-1",
+        }
 
     def test_a_cycle_can_be_chosen(self, run_folder: Path) -> None:
         assert fields(str(run_folder), "--cycle", "1")["cycle"] == 1

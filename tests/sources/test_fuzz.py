@@ -27,7 +27,10 @@ uptime_s=1e400 repaired_at_ boot_at_ step_ loss_ 50%|#|_1/2_[00:01<00:01,_1it/s]
 WORDS = [f.replace("_", " ").encode().decode("unicode_escape", "replace") for f in FRAGMENTS.split()]
 WORDS += [xid(79), xid(145), "\n", "\n", "\n", "\n  "]
 BEGINS = [b"", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xff\xfe", b"\xfe\xff", b"{", b"\x80\x02"]
-TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=60).map("".join)
+EXAMPLES = [example for signature in shipped() for example in (*signature.examples, *signature.near_misses)]
+CUT = st.tuples(st.sampled_from(EXAMPLES), st.integers(1, 200)).map(lambda pair: pair[0][: pair[1]])
+PIECES = st.sampled_from(WORDS) | st.text(max_size=8) | CUT
+TEXTS = st.lists(PIECES, max_size=60).map("".join)
 
 
 def check(events: list[Event]) -> None:

@@ -49,7 +49,8 @@ HARD_RULES: tuple[HardRule, ...] = (
     HardRule("desync", _id_has("desync"), NODE_ACTIONS, "ranks took different ways through the program"),
     HardRule(
         "mismatch",
-        _id_has("mismatch"),
+        # Drivers and libraries of different versions are a machine's matter, or an image's.
+        lambda one: "mismatch" in one.entry.id and "version" not in one.entry.id,
         NODE_ACTIONS,
         "ranks called different collectives, or with different shapes: a program's doing",
     ),
@@ -71,13 +72,16 @@ def choose(
     fault_class: FaultClass,
     first: Seen | None,
     supporters: Sequence[Seen],
+    after: Sequence[Seen],
     chances: Mapping[FaultClass, float],
     tiers: Tiers,
 ) -> Choice:
-    """The action for a class with its first cause and the unexplained signs that support it, strongest first."""
+    """The action for a class with its first cause, the unexplained signs that support it, strongest first, and `after`: those that
+    the first cause explains.
+    """
     if fault_class == "unknown" or first is None or chances[fault_class] < tiers.possible:
         return Choice("ask_human", None, "nothing is sure enough to act on")
-    wanted = _wanted(fault_class, first, supporters)
+    wanted = _wanted(fault_class, first, supporters, after)
     if wanted is None:
         return Choice("ask_human", None, "no entry of the catalog calls for an action")
     action = wanted.entry.action or "ask_human"
@@ -88,16 +92,17 @@ def choose(
 
 
 def cause_chance(sign: Seen, chances: Mapping[FaultClass, float]) -> float:
-    """Probability that a sign tells the cause, whichever of the classes it speaks for: silicon and firmware of one GPU get the
-    same reset. What it says of the program does not count: that calls for something else.
+    """Probability that a sign tells the cause, whichever of the classes it mainly speaks for: silicon and firmware of one GPU get
+    the same reset. What it says of the program does not count: that calls for something else.
     """
-    return sum(chances[c] for c in chances if c not in ("unknown", "user_code") and sign.weight(c) > 0)
+    return sum(chances[c] for c in chances if c not in ("unknown", "user_code") and 2 * sign.weight(c) >= sign.top)
 
 
-def _wanted(fault_class: FaultClass, first: Seen, supporters: Sequence[Seen]) -> Seen | None:
+def _wanted(fault_class: FaultClass, first: Seen, supporters: Sequence[Seen], after: Sequence[Seen]) -> Seen | None:
     """The sign that decides the action: a conclusion of rules that weighs most, else the first cause, else what supports it.
 
-    Where the first cause takes something out of service, a later sign of the same place that calls for more is heard too.
+    Where the first cause takes something out of service, a sign of the same place that calls for more is heard too, also one that
+    followed from it: memory that failed asks for a reset, no spare row left for it asks for the technician.
     """
     able = [s for s in supporters if s.entry.action is not None]
     concluded = [
@@ -109,9 +114,11 @@ def _wanted(fault_class: FaultClass, first: Seen, supporters: Sequence[Seen]) ->
         return able[0] if able else None
     if first.entry.action not in NODE_ACTIONS:
         return first
-    near = [s for s in able if s.entry.action in NODE_ACTIONS and s.place.node in (None, first.place.node)]
-    strong = [s for s in near if 2 * s.weight(fault_class) >= first.weight(fault_class)]
-    return max([first, *strong], key=lambda s: STRENGTH.index(s.entry.action or "none"))
+    least = first.weight(fault_class) / 2
+    same_node = [s for s in able if s.place.node in (None, first.place.node)]
+    same_part = [s for s in after if s.entry.role == "root" and s.place == first.place]
+    more = [s for s in (*same_node, *same_part) if s.entry.action in NODE_ACTIONS and s.weight(fault_class) >= least]
+    return max([first, *more], key=lambda s: STRENGTH.index(s.entry.action or "none"))
 
 
 def _bound(action: Action, fault_class: FaultClass, wanted: Seen, supporters: Sequence[Seen]) -> str:

@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
+from keepstep.attribution.current import STOPPING_KINDS, stops
 from keepstep.attribution.order import compare, gap_s
 from keepstep.attribution.places import Place, Places, same
+from keepstep.attribution.worked import worked
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event
-from keepstep.records.verdict import FaultClass
+from keepstep.records.verdict import NODE_ACTIONS, FaultClass
 
 LONGEST_PATH_S = 24 * 3600.0
 """A cause further back than this explains nothing: longer than any time-out, shorter than the way back through a queue."""
@@ -28,21 +32,28 @@ JOB_WIDE = frozenset({"job", "storage", "cluster"})
 class Seen(NamedTuple):
     """One signature at one place: its earliest event, how many there were, and what became of it.
 
-    `explained`: index of the group that explains it, among those returned together; None: nothing does.
+    `explained`: index of the group that explains it, among those returned together; None: nothing does. `over`: it was taken back
+    after it had stopped the job; then nothing is to be taken out of service for it. `outlived`: the job made steps after it.
     """
 
     event: Event
     entry: Signature
     place: Place
     sightings: int
-    survived: bool = False
+    outlived: bool = False
     explained: int | None = None
     later: bool = False
+    over: bool = False
+
+    @property
+    def survived(self) -> bool:
+        """Whether it claims that the job stands still, and steps were made after it."""
+        return self.outlived and stops(self.entry)
 
     @property
     def can_be_cause(self) -> bool:
-        """A root, or a cascade that nothing explains."""
-        return self.entry.role == "root" or (self.entry.role == "cascade" and self.explained is None)
+        """A root, or a cascade or somebody's action that nothing explains."""
+        return self.entry.role == "root" or (self.entry.role in ("cascade", "action") and self.explained is None)
 
     def weight(self, name: FaultClass) -> float:
         """Log-odds that the catalog gives this sign for a class."""
@@ -54,17 +65,19 @@ class Seen(NamedTuple):
         return max(self.entry.weights.values(), default=0.0)
 
 
-def grouped(events: Sequence[Event], survived: Sequence[bool], catalog: Catalog, places: Places) -> list[Seen]:
-    """Events of one signature at one place are one. `events` in canonical order. A group has survived when all of it has."""
+def grouped(events: Sequence[Event], outlived: Sequence[bool], catalog: Catalog, places: Places) -> list[Seen]:
+    """Events of one signature at one place are one. `events` in canonical order. A group is outlived when all of it is."""
     groups: dict[tuple[str, Place], list[int]] = defaultdict(list)
     of_signature: dict[str, int] = defaultdict(int)
+    first: dict[str, tuple[str, Place]] = {}
     for index, event in enumerate(events):
         place = places.place(event, catalog[event.signature].scope)
         key = (event.signature, place)
         if key not in groups:
             of_signature[event.signature] += 1
+            first.setdefault(event.signature, key)
             if of_signature[event.signature] > GROUPS_PER_SIGNATURE:
-                key = next(k for k in groups if k[0] == event.signature)
+                key = first[event.signature]
         groups[key].append(index)
     return [
         Seen(
@@ -72,10 +85,31 @@ def grouped(events: Sequence[Event], survived: Sequence[bool], catalog: Catalog,
             entry=catalog[signature],
             place=place,
             sightings=sum(max(1, events[i].count) for i in members),
-            survived=all(survived[i] for i in members),
+            outlived=all(outlived[i] for i in members),
         )
         for (signature, place), members in groups.items()
     ]
+
+
+def past_causes(cleared: Sequence[Event], live: Sequence[Seen], catalog: Catalog, places: Places) -> list[Seen]:
+    """Of conditions that were taken back, those after which something stopped that they explain, and no step was made between."""
+    signs = worked([s.event for s in live], catalog)
+    found = []
+    for one in grouped(cleared, [False] * len(cleared), catalog, places):
+        if one.entry.role != "root" or signs.after(one.event):
+            continue
+        action = "restart_job" if one.entry.action in NODE_ACTIONS else one.entry.action
+        over = one._replace(entry=msgspec.structs.replace(one.entry, action=action), over=True)
+        if any(_stopped_by(over, s, places.ranks.nodes) for s in live):
+            found.append(over)
+    return found
+
+
+def _stopped_by(over: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
+    if effect.entry.role not in FAILING or effect.survived or effect.entry.kind not in STOPPING_KINDS:
+        return False
+    alike = effect.entry.role != "root" or any(w > 0 and over.weight(c) > 0 for c, w in effect.entry.weights.items())
+    return alike and compare(over.event, effect.event) in ("before", "together") and explains(over, effect, job_nodes)
 
 
 def covers(cause: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
@@ -103,7 +137,7 @@ def explains(cause: Seen, effect: Seen, job_nodes: frozenset[str]) -> bool:
         return False
     if effect.entry.role == "root" and (cause.entry.role != "root" or 2 * cause.top < effect.top):
         return False
-    if cause.survived and not effect.survived:
+    if cause.outlived and not effect.outlived:
         return False  # the job worked between the two
     gap = gap_s(cause.event, effect.event)
     if gap is not None and gap > LONGEST_PATH_S:
@@ -124,22 +158,24 @@ def with_explanations(seen: Sequence[Seen], job_nodes: frozenset[str] = frozense
     found = []
     for index, one in enumerate(seen):
         by = None
-        if one.entry.role in ("root", "cascade", "symptom"):
+        if one.entry.role in (*FAILING, "action"):
             by = next((i for i in able if i != index and explains(seen[i], one, job_nodes)), None)
         found.append(one._replace(explained=by))
     return [one._replace(later=_is_later(one, found)) for one in found]
 
 
 def _is_later(one: Seen, seen: Sequence[Seen]) -> bool:
-    """Whether the job had already been stopped, by another unexplained root, when this root began."""
-    if one.entry.role != "root" or one.explained is not None:
+    """Whether the job had already been stopped, by another unexplained root, when this root of it began."""
+    if one.entry.role != "root" or one.explained is not None or one.entry.scope not in ("rank", "job"):
         return False
+    if one.entry.id.startswith("derived."):
+        return False  # a conclusion has the time of what it rests on, not one of its own
     return any(
         other.entry.role == "root"
         and other.entry is not one.entry
         and other.explained is None
         and not other.survived
-        and other.entry.severity in ("error", "fatal")
+        and stops(other.entry)
         and 2 * other.top >= one.top
         and compare(other.event, one.event) == "before"
         for other in seen

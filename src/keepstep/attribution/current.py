@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
@@ -10,24 +11,33 @@ from keepstep.attribution.order import compare, same_text
 from keepstep.attribution.places import Places, same
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
-from keepstep.records.event import Event
+from keepstep.records.event import Event, TimeQuality
+from keepstep.records.verdict import NODE_ACTIONS
+
+_QUALITIES = get_args(TimeQuality)
 
 PROGRESS = "job.progress"
 
 STOPPING_KINDS = frozenset(
-    {"rank.exit", "rank.exception", "rank.stall", "collective.timeout", "collective.abort", "host.oom", "sched.node_fail"}
-    | {"sched.preempt", "sched.oom", "node.condition", "storage.error", "job.failed"}
-    | {"sched.evict", "sched.time_limit", "sched.unreachable", "sched.launch_failed"}
+    {"rank.exit", "rank.exception", "rank.stall", "rank.crash", "rank.missing", "collective.timeout", "collective.abort"}
+    | {"nccl.error", "storage.error", "host.oom", "node.condition", "job.failed", "job.ended"}
+    | {"sched.node_fail", "sched.preempt", "sched.oom", "sched.evict", "sched.time_limit", "sched.cancel"}
+    | {"sched.launch_failed", "sched.unreachable"}
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
-Not among them: what goes wrong silently while steps go on (data that is repeated, a slow rank, a GPU that wears out)."""
+Not among them: what goes wrong silently while steps go on (data that is repeated, saves that fail, a GPU that wears out)."""
 
 
 def end_of(event: Event) -> Event:
     """The last sighting of an event that stands for several, as an event of its own, to compare with."""
-    last_order = event.attrs.get("last_order")
-    order = last_order if isinstance(last_order, int) else event.order
-    return msgspec.structs.replace(event, time_ns=event.last_ns or event.time_ns, order=order)
+    attrs = event.attrs
+    last_order, quality = attrs.get("last_order"), attrs.get("last_quality")
+    return msgspec.structs.replace(
+        event,
+        time_ns=event.last_ns or event.time_ns,
+        order=last_order if isinstance(last_order, int) else event.order,
+        time_quality=quality if quality in _QUALITIES else event.time_quality,
+    )
 
 
 def begin_after(earlier: Event, later: Event) -> bool:
@@ -35,56 +45,72 @@ def begin_after(earlier: Event, later: Event) -> bool:
     return compare(end_of(earlier), end_of(later)) == "before"
 
 
-def names(patterns: Sequence[str], signature_id: str) -> bool:
-    """Whether a list of ids names this one; "xid.*" names all that begin so."""
-    return any(p == signature_id or (p.endswith(".*") and signature_id.startswith(p[:-1])) for p in patterns)
-
-
 def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[Event]:
     """The events, those marked stale that a later one of the same thing takes back.
 
     Where the order is not known nothing is taken back, except by what a rule concluded: it has looked at the order itself.
     """
-    takers = [(e, catalog[e.signature]) for e in events if e.stale is None and catalog[e.signature].clears]
+    takers = _last_takers(events, catalog, places)
     if not takers:
         return list(events)
     return [
         msgspec.structs.replace(e, stale="cleared")
-        if e.stale is None and any(_takes_back(taker, entry, e, catalog, places) for taker, entry in takers)
+        if e.stale is None
+        and any(
+            _takes_back(taker, catalog[name], e, catalog, places)
+            for name in catalog.cleared_by(e.signature)
+            for taker in takers.get(name, ())
+        )
         else e
         for e in events
     ]
 
 
+def _last_takers(events: Sequence[Event], catalog: Catalog, places: Places) -> dict[str, list[Event]]:
+    """Events that take others back, by signature: the last of each place, text and quality of time, which is as good as all."""
+    last: dict[tuple[object, ...], Event] = {}
+    for event in events:
+        entry = catalog[event.signature]
+        if event.stale is not None or not entry.clears:
+            continue
+        where = places.place(event, entry.scope)
+        key = (event.signature, where, event.evidence.path, event.source, event.time_quality, event.time_ns is None)
+        held = last.get(key)
+        if held is None or _moment(event) >= _moment(held):
+            last[key] = event
+    found: dict[str, list[Event]] = {}
+    for event in last.values():
+        found.setdefault(event.signature, []).append(event)
+    return found
+
+
+def _moment(event: Event) -> tuple[int, int]:
+    end = end_of(event)
+    return (end.time_ns or 0, end.order)
+
+
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event or not names(entry.clears, event.signature):
+    if taker is event:
         return False
     scope = catalog[event.signature].scope
+    if entry.scope == "node" and scope in ("gpu", "nic"):
+        scope = "node"  # a recovery of a whole node takes back what was wrong with a part of it
     alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)
     derived = taker.signature.startswith("derived.")
     if alike is False or (alike is None and not derived and not same_text(taker, event)):
-        # A recovery of a whole node takes back what was wrong with a part of it.
         return False
     return begin_after(event, taker) or (derived and compare(event, taker) != "after")
 
 
 def stops(entry: Signature) -> bool:
-    """Whether an event of this entry claims that the job stands still."""
-    return entry.kind in STOPPING_KINDS and entry.severity in ("error", "fatal") and entry.role != "action"
+    """Whether an event of this entry claims that the job stands still, and nothing more: steps do not heal a GPU."""
+    failing = entry.severity in ("error", "fatal") and entry.role != "action"
+    return failing and entry.kind in STOPPING_KINDS and entry.action not in NODE_ACTIONS
 
 
 def goes_on(entry: Signature) -> bool:
     """Whether an event of this entry shows that the job works, or has ended well."""
     return entry.kind == PROGRESS or (entry.role == "recovery" and entry.scope == "job")
-
-
-def survivors(events: Sequence[Event], catalog: Catalog) -> list[bool]:
-    """For each event whether the job made steps, or ended well, after it: a failure that it survived.
-
-    Only for events that claim that the job stands still; the order must be known.
-    """
-    signs = [e for e in events if goes_on(catalog[e.signature])]
-    return [bool(signs) and stops(catalog[e.signature]) and any(begin_after(e, sign) for sign in signs) for e in events]
 
 
 def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:

@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from keepstep.catalog.load import Catalog
+from keepstep.catalog.overrides import Override
 from keepstep.catalog.priors import Priors
 from keepstep.records.verdict import CLASSES, FaultClass, Verdict
 
@@ -35,14 +34,6 @@ class Outcome(NamedTuple):
 
     signs: Mapping[str, float]
     verified: FaultClass
-
-
-class Override(msgspec.Struct, frozen=True, kw_only=True):
-    """New weights of an entry, as a site's catalog file holds them, with the reason that every override must have."""
-
-    id: str
-    weights: dict[FaultClass, float]
-    reason: str
 
 
 def outcome_of(verdict: Verdict, verified: FaultClass, catalog: Catalog) -> Outcome:
@@ -160,6 +151,6 @@ def as_toml(overrides: Sequence[Override]) -> str:
     """The overrides as a site's catalog file, one table an entry."""
     parts = []
     for one in overrides:
-        weights = ", ".join(f"{c} = {w:g}" for c, w in one.weights.items())
+        weights = ", ".join(f"{c} = {w:g}" for c, w in (one.weights or {}).items())
         parts.append(f'[[override]]\nid = "{one.id}"\nweights = {{ {weights} }}\nreason = "{one.reason}"\n')
     return "\n".join(parts)

@@ -13,14 +13,15 @@ from typing import NamedTuple
 import msgspec
 
 from keepstep.attribution.act import Choice, choose
-from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, with_explanations
-from keepstep.attribution.current import cleared, stops, survivors
+from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, past_causes, with_explanations
+from keepstep.attribution.current import cleared, stops
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
-from keepstep.attribution.rules import PAST_RULES, RULES
+from keepstep.attribution.rules import PAST_RULES, RULES, PastRule, Rule
 from keepstep.attribution.weigh import Scores, Term, weigh
 from keepstep.attribution.wording import summary, title_of
+from keepstep.attribution.worked import steps_after
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.priors import Priors, shipped_priors
 from keepstep.records.event import Event
@@ -50,22 +51,29 @@ def judge(
     catalog: Catalog,
     ranks: RankMap = UNMAPPED,
     priors: Priors | None = None,
+    rules: Sequence[Rule] = RULES,
+    past_rules: Sequence[PastRule] = PAST_RULES,
 ) -> Judgement:
-    """The verdict with every term."""
+    """The verdict with every term. `rules` conclude `derived.*` events; `past_rules` see what is stale besides."""
     priors = priors or shipped_priors()
     given = sorted((e for e in events if e.signature in catalog), key=canonical)
     places = Places([e for e in given if e.stale is None], ranks)
     marked = cleared(given, catalog, places)
     live = [e for e in marked if e.stale is None]
     past = [e for e in marked if e.stale is not None]
-    for past_rule in PAST_RULES:
+    for past_rule in past_rules:
         live += [e for e in past_rule(live, past, catalog) if e.signature in catalog]
-    for rule in RULES:
+    for rule in rules:
         live += [e for e in rule(live, catalog) if e.signature in catalog]
     marked = cleared([*(e for e in marked if e.stale is not None), *live], catalog, places)
     stale = [e for e in marked if e.stale is not None]
     live = sorted((e for e in marked if e.stale is None), key=canonical)
-    seen = with_explanations(grouped(live, survivors(live, catalog), catalog, places), places.ranks.nodes)
+    current = grouped(live, steps_after(live, catalog), catalog, places)
+    given_stale = {id(e) for e in given if e.stale is not None}
+    taken_back = sorted((e for e in stale if id(e) not in given_stale), key=canonical)
+    over = past_causes(taken_back, current, catalog, places)
+    stale = [e for e in stale if not any(e.signature == s.entry.id and e in taken_back for s in over)]
+    seen = with_explanations([*current, *over], places.ranks.nodes)
     if _all_survived(seen) or not any(s.entry.role in FAILING for s in seen):
         calm = _without_fault(seen, stale, catalog, priors)
         if calm is not None:
@@ -101,18 +109,20 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
         return None
     past = [_past(e, catalog) for e in stale]
     counted = [*seen, *(p for p in past if p is not None)]
-    scores = weigh([s._replace(survived=False) for s in counted], _calm(priors))
+    scores = weigh([s._replace(outlived=False) for s in counted], _calm(priors), benign=True)
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
     entity = Entity() if cause is None else _entity(cause)
     chance = scores.chances[fault_class]
+    # A record that nothing takes back has to be taken back by somebody.
+    asks = any(s.entry.role == "recovery" and s.entry.action == "ask_human" for s in seen)
     verdict = Verdict(
         fault_class=fault_class,
         signature="none" if cause is None else cause.entry.id,
         confidence=chance,
         tier=tier_of(chance, cause is not None, priors),
-        action="none",
+        action="ask_human" if asks else "none",
         no_current_fault=True,
         entity=entity,
         first_cause=None if cause is None else cause.event,
@@ -157,7 +167,8 @@ def _with_fault(
     first = first_of([s for s in causes if 2 * s.weight(fault_class) >= strongest])
     chance = scores.chances[fault_class]
     tier = tier_of(chance, first is not None, priors) if named else "unknown"
-    choice = choose(fault_class, first, supporters, scores.chances, priors.tiers)
+    after = [] if first is None else [s for s in seen if s.explained is not None and seen[s.explained] is first]
+    choice = choose(fault_class, first, supporters, after, scores.chances, priors.tiers)
     decisive = choice.rested_on or first or first_of([s for s in seen if s.entry.role in FAILING])
     calm = choice.action == "none"
     entity = _entity(first, choice.rested_on)
@@ -179,10 +190,14 @@ def _with_fault(
 
 
 def _one_sign(seen: Sequence[Seen], scores: Scores) -> bool:
-    """Whether the two likeliest classes rest on one sign, which says both: then it is known what happened, if not whose it is."""
+    """Whether the two likeliest classes rest on the same signs: then it is known what happened, if not quite whose it is."""
     best, other = sorted((c for c in CLASSES if c != "unknown"), key=lambda c: -scores.chances[c])[:2]
     of_best, of_other = _supporters(seen, best), _supporters(seen, other)
-    return bool(of_best and of_other) and of_best[0] is of_other[0]
+    if not of_best or not of_other:
+        return False
+    return 2 * of_best[0].weight(other) >= of_other[0].weight(other) and 2 * of_other[0].weight(best) >= of_best[
+        0
+    ].weight(best)
 
 
 def _supporters(seen: Sequence[Seen], fault_class: FaultClass) -> list[Seen]:

@@ -45,8 +45,8 @@ class Scores(NamedTuple):
         return max(CLASSES, key=lambda name: self.chances[name])
 
     def margin(self, name: FaultClass) -> float:
-        """Log-odds of a class over the likeliest of the others."""
-        other = max(self.chances[c] for c in CLASSES if c != name)
+        """Log-odds of a class over the likeliest other one that can be named."""
+        other = max(self.chances[c] for c in CLASSES if c not in (name, "unknown"))
         return math.log(max(self.chances[name], 1e-300) / max(other, 1e-300))
 
 
@@ -58,6 +58,8 @@ def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[
         share, why, by = 1.0, "", None
         if one.explained is not None:
             share, why, by = shares.explained, "explained by another", seen[one.explained]
+        elif one.over:
+            share, why = shares.over, "it is over, but it came before what failed"
         elif one.survived:
             share, why = shares.survived, "the job went on after it"
         elif one.later:
@@ -69,7 +71,7 @@ def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[
     if bonus > 1.0:
         note = f"{note + ', ' if note else ''}seen {count} times"
     weights = members[0][1].entry.weights
-    if members[0][1].entry.kind.endswith(".passed"):
+    if signature.endswith("passed"):
         # A check that passes on an idle or repaired node does not prove that the fault was not there.
         weights = {k: w for k, w in weights.items() if not (k in HARDWARE_SIDE and w < 0)}
     confirms = frozenset(
@@ -89,11 +91,14 @@ def absence(seen: Sequence[Seen], priors: Priors) -> Term | None:
     return Term("no sign seen", 1.0, weights, "each class usually leaves one") if weights else None
 
 
-def weigh(seen: Sequence[Seen], priors: Priors) -> Scores:
-    """Scores of all classes. Each signature counts once, whatever the number of places it shows at."""
+def weigh(seen: Sequence[Seen], priors: Priors, *, benign: bool = False) -> Scores:
+    """Scores of all classes. Each signature counts once, whatever the number of places it shows at.
+
+    `benign`: what is benign counts too, to say whose it is where nothing else was seen.
+    """
     groups: dict[str, list[tuple[int, Seen]]] = defaultdict(list)
     for index, one in enumerate(seen):
-        if one.entry.weights and one.entry.role not in ("noise", "action"):
+        if one.entry.weights and (benign or one.entry.role != "noise"):
             groups[one.entry.id].append((index, one))
     terms = [term_of(s, members, seen, priors) for s, members in sorted(groups.items())]
     against = absence(seen, priors)

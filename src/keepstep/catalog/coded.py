@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -35,6 +36,10 @@ _SXID_WORD = re.compile(r"\b(?P<fatal>Fatal|Non-fatal|Nonfatal)\b")
 
 ADDRESSES = ("bdf", "pci", "nic", "device")
 """Groups that hold a PCI address: `bdf` of a GPU, the others of other devices or the name of one."""
+DECODED = frozenset({*ADDRESSES, "pod_uid"})
+"""Groups whose text `resolve` may change."""
+_CACHED_CHARACTERS = 512
+"""Longest rest of a line that is remembered with what it says."""
 
 
 def pci_address(text: str) -> str:
@@ -59,18 +64,32 @@ def resolve(
 ) -> tuple[Signature, dict[str, str]]:
     """The entry that is meant, and the groups with what was decoded. Without `by_code` the entry as given.
 
-    PCI addresses are normalised either way.
+    PCI addresses and UIDs of pods are normalised either way.
     """
     groups = groups | {name: pci_address(groups[name]) for name in ADDRESSES if name in groups}
+    if "pod_uid" in groups:  # a cgroup of systemd has "_" for "-"
+        groups["pod_uid"] = groups["pod_uid"].replace("_", "-")
     prefix = signature.by_code
     if not prefix or prefix not in groups:
         return signature, groups
     code = groups[prefix].lstrip("0") or "0"
     groups = groups | {prefix: code}
-    if prefix in DETAILS:
-        groups |= DETAILS[prefix](code, groups.get("detail", ""))
+    detail = groups.get("detail", "")
+    if prefix in DETAILS and detail:
+        decode = _remembered if len(detail) <= _CACHED_CHARACTERS else _details
+        groups |= decode(prefix, code, detail)
     names = (f"{prefix}.{code}.{groups.get('variant', '')}", f"{prefix}.{code}", *_unknown(prefix, groups))
     return next((by_id[name] for name in names if name in by_id), signature), groups
+
+
+def _details(prefix: str, code: str, detail: str) -> Mapping[str, str]:
+    return DETAILS[prefix](code, detail)
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(prefix: str, code: str, detail: str) -> Mapping[str, str]:
+    """In a storm the same rest of a line comes hundreds of thousands of times, with a few dozen variations."""
+    return MappingProxyType(_details(prefix, code, detail))
 
 
 def _unknown(prefix: str, groups: Mapping[str, str]) -> tuple[str, str]:

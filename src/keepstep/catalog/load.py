@@ -67,7 +67,11 @@ class Catalog:
 
     def describe(self) -> dict[str, Any]:
         """For outputs: version of the shipped data, digest of what was used, changes of the site with their reasons."""
-        return {"version": VERSION, "digest": self.digest, "changes": msgspec.to_builtins(self.changes)}
+        return {
+            "version": VERSION,
+            "digest": self.digest,
+            "changes": [msgspec.to_builtins(change) for change in self.changes],
+        }
 
 
 def named(pattern: str, signature_id: str) -> bool:

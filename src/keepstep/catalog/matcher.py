@@ -9,13 +9,13 @@ the line (RE2) and works on bytes.
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import re2
 
-from keepstep.catalog.coded import resolve
+from keepstep.catalog.coded import DECODED, resolve
 from keepstep.catalog.literals import BOUNDARY, Needs, length, needs
 from keepstep.catalog.signature import Signature
 from keepstep.catalog.tables import data_text
@@ -28,6 +28,8 @@ _AUTOMATON_BYTES = 64 * 1024 * 1024
 """Most memory for the states of one automaton; it takes a few MB unless a log holds every literal there is."""
 _SAME_LINE = 64
 """Most codes that are taken from one line: a report of many faults may be one line of JSON."""
+_REMEMBERED = 4096
+"""Sets of literals whose patterns are remembered; logs have a few hundred."""
 _CLAUSES = 3
 """Requirements of a pattern that are checked before it is tried."""
 
@@ -48,18 +50,15 @@ class Hit(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A pattern of a signature; `names` of its groups in the order of their numbers, None for one without name."""
+    """A pattern of a signature; `names` of its groups in the order of their numbers, None for one without name.
+
+    `final`: nothing is decoded from its groups.
+    """
 
     signature: Signature
     regexp: re2._Regexp
     names: tuple[str | None, ...]
-
-
-class _Started(NamedTuple):
-    """Patterns that a literal starts: those that need nothing else, and those that need more."""
-
-    alone: list[int]
-    more: list[int]
+    final: bool
 
 
 _Literal = tuple[str, bool]
@@ -75,23 +74,24 @@ class Matcher:
         ordinary = _Ordinary(data_text("ordinary.log"))
         numbers: dict[_Literal, int] = {}
         self._clauses: list[tuple[frozenset[int], ...]] = []
-        self._started_by: dict[int, _Started] = {}
+        self._started_by: dict[int, list[int]] = {}
+        self._wanted: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._loose: list[int] = []
+        loose: list[bytes] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
             clauses = ordinary.rarest(needs(text))
             known = tuple(frozenset(numbers.setdefault(x, len(numbers)) for x in clause) for clause in clauses)
             self._clauses.append(known[1:])
             if not known:
                 self._loose.append(index)
+                loose.append(_in_a_chunk(text))
             for number in known[0] if known else ():
-                started = self._started_by.setdefault(number, _Started([], []))
-                enough = all(number in clause for clause in known[1:])
-                (started.alone if enough else started.more).append(index)
+                self._started_by.setdefault(number, []).append(index)
         expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
         # In order, so that common beginnings are one path of the automaton.
-        starting = b"|".join(sorted(expressions[number] for number in self._started_by))
-        self._any = re2.compile(starting or rb"[^\x00-\xff]", options)
+        starting = sorted(expressions[number] for number in self._started_by) + loose
+        self._any = re2.compile(b"|".join(starting) or rb"[^\x00-\xff]", options)
         self._which = re2.Set.SearchSet(options)
         for expression in expressions:
             self._which.Add(expression)
@@ -99,7 +99,7 @@ class Matcher:
 
     @property
     def loose(self) -> list[Signature]:
-        """Signatures with a pattern that requires no literal: each makes the matcher look at every single line."""
+        """Signatures with a pattern that requires no literal: it is in the first automaton as it is, which makes that larger."""
         return [self._patterns[index].signature for index in self._loose]
 
     def match_line(self, line: str) -> list[Match]:
@@ -109,44 +109,60 @@ class Matcher:
     def match_bytes(self, line: bytes) -> list[Match]:
         """The same for a line as it is in the file. Only its first LINE_LIMIT bytes count."""
         line = line[:LINE_LIMIT]
-        literals = self._which.Match(line) or ()
-        wanted: set[int] = set()
+        literals = self._which.Match(line)
+        if not literals:
+            return self._tried(line, self._loose) if self._loose else []
+        key = tuple(literals)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            if len(self._wanted) >= _REMEMBERED:
+                self._wanted.clear()
+            wanted = self._wanted[key] = self._wanted_by(key)
+        return self._tried(line, wanted) if wanted else []
+
+    def _wanted_by(self, literals: Sequence[int]) -> tuple[int, ...]:
+        """Patterns to try on a line that has these literals, in the order of the catalog."""
+        wanted = {*self._loose}
         for literal in literals:
-            started = self._started_by.get(literal)
-            if started is not None:
-                wanted.update(started.alone)
-                if len(literals) > 1:
-                    wanted.update(i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i]))
-        return self._tried(line, sorted(wanted.union(self._loose))) if wanted or self._loose else []
+            for index in self._started_by.get(literal, ()):
+                if all(not clause.isdisjoint(literals) for clause in self._clauses[index]):
+                    wanted.add(index)
+        return tuple(sorted(wanted))
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
-        at, size = 0, len(chunk)
-        carriages = b"\r" in chunk
-        while at < size:
-            found = at
-            if not self._loose:
-                literal = self._any.search(chunk, at)
-                if literal is None:
-                    return
-                found = literal.start()
-            start, end = _line_around(chunk, at, found, carriages)
+        for start, end in self.candidates(chunk):
             matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
             if matches:
                 yield Hit(start, end, matches)
+
+    def candidates(self, chunk: bytes) -> Iterator[tuple[int, int]]:
+        """Start and end of the lines that may match, which no other line does; for callers that change lines before matching."""
+        if b"\r" in chunk:
+            chunk = chunk.replace(b"\r", b"\n")
+        at, size = 0, len(chunk)
+        while at < size:
+            found = self._any.search(chunk, at)
+            if found is None:
+                return
+            start = max(chunk.rfind(b"\n", at, found.start()) + 1, at)
+            end = chunk.find(b"\n", found.start())
+            end = size if end < 0 else end
+            yield start, end
             at = end + 1
 
     def _tried(self, line: bytes, patterns: Sequence[int]) -> list[Match]:
+        """What the patterns find, which are in the order of the catalog; one may be there twice."""
         found: list[Match] = []
-        seen: set[str] = set()
+        last: Signature | None = None
         for index in patterns:
             pattern = self._patterns[index]
-            if pattern.signature.id in seen:
+            if pattern.signature is last:
                 continue
             for groups in _all_groups(pattern, line):
-                seen.add(pattern.signature.id)
-                meant = Match(*resolve(pattern.signature, groups, self._by_id))
-                if meant not in found:
+                last = pattern.signature
+                meant = Match(last, groups) if pattern.final else Match(*resolve(last, groups, self._by_id))
+                if not found or meant not in found:
                     found.append(meant)
         return found
 
@@ -196,6 +212,13 @@ def _expression(literal: _Literal) -> bytes:
     return (f"(?i:{text})" if folded else text).encode()
 
 
+def _in_a_chunk(pattern: str) -> bytes:
+    """A pattern for one line, as it finds that line in a text of many."""
+    ends = {r"\A": "^", r"\z": "$"}
+    text = re.sub(r"\\.", lambda match: ends.get(match[0], match[0]), pattern)
+    return f"(?m:{text})".encode()
+
+
 def _options(**wanted: bool | int) -> re2.Options:
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1
@@ -208,32 +231,29 @@ def _options(**wanted: bool | int) -> re2.Options:
 def _compiled(signature: Signature, text: str) -> _Pattern:
     regexp = re2.compile(text.encode(), _options())
     by_number = {number: name.decode() for name, number in regexp.groupindex.items()}
-    return _Pattern(signature, regexp, tuple(by_number.get(n) for n in range(1, regexp.groups + 1)))
+    names = tuple(by_number.get(n) for n in range(1, regexp.groups + 1))
+    return _Pattern(signature, regexp, names, final=not signature.by_code and DECODED.isdisjoint(names))
 
 
 def _all_groups(pattern: _Pattern, line: bytes) -> list[dict[str, str]]:
     """Named groups of the first match; of all matches when they carry codes."""
-    if not pattern.signature.by_code:
-        match = pattern.regexp.search(line)
-        return [] if match is None else [_named(pattern, match)]
-    return [_named(pattern, match) for match in itertools.islice(pattern.regexp.finditer(line), _SAME_LINE)]
+    match = pattern.regexp.search(line)
+    if match is None:
+        return []
+    found = [_named(pattern, match)]
+    while pattern.signature.by_code and 0 < match.end() < len(line) and len(found) < _SAME_LINE:
+        match = pattern.regexp.search(line, match.end())
+        if match is None:
+            break
+        found.append(_named(pattern, match))
+    return found
 
 
 def _named(pattern: _Pattern, match: re2._Match) -> dict[str, str]:
+    if not pattern.names:
+        return {}
     values = zip(pattern.names, match.groups(), strict=True)
     return {name: value.decode("utf-8", "replace") for name, value in values if name and value is not None}
-
-
-def _line_around(chunk: bytes, low: int, at: int, carriages: bool) -> tuple[int, int]:
-    """Start and end of the line that the byte `at` is in; no line begins before `low`. `carriages`: lines may end with "\\r"."""
-    start = max(chunk.rfind(b"\n", low, at) + 1, low)
-    end = chunk.find(b"\n", at)
-    end = len(chunk) if end < 0 else end
-    if carriages:
-        start = max(chunk.rfind(b"\r", start, at) + 1, start)
-        carriage = chunk.find(b"\r", at, end)
-        end = end if carriage < 0 else carriage
-    return start, end
 
 
 def chunks(stream: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:

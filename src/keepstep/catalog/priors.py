@@ -12,7 +12,8 @@ from keepstep.records.verdict import CLASSES, FaultClass
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares of a weight that count where a sign is not news: explained by another, survived, later; and what repeats add.
+    """Shares of a weight that count where a sign is not news: explained by another, survived, over, later; and what
+    repeats add.
 
     `absence`: log-odds, not a share, against a class of which no sign was seen.
     """
@@ -20,6 +21,7 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     explained: float
     confirming: float
     survived: float
+    over: float
     later: float
     repeat: float
     repeat_limit: float

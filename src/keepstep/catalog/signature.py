@@ -54,3 +54,9 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     applies: dict[str, str] = {}
     source: str
     why: str = ""
+
+    @property
+    def fault_class(self) -> FaultClass | None:
+        """The class that it speaks for most, None when it speaks for none."""
+        best = max(self.weights.items(), key=lambda pair: pair[1], default=None)
+        return None if best is None else best[0]

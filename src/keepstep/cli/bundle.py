@@ -15,6 +15,7 @@ import click
 
 from keepstep.attribution.narrative import narrative
 from keepstep.attribution.redact import Redactor
+from keepstep.cli.catalog_flags import catalog_option
 from keepstep.cli.ckpt_common import format_bytes
 from keepstep.cli.output import note
 from keepstep.cli.why import judged
@@ -50,8 +51,10 @@ class Text(NamedTuple):
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @click.option("--dry-run", is_flag=True, help="Say what would be in it; write nothing.")
+@catalog_option
 def bundle(
     paths: tuple[str, ...],
+    catalog_files: tuple[Path, ...],
     output: Path,
     run: str | None,
     cycle: int | None,
@@ -70,7 +73,7 @@ def bundle(
     if output.exists() and not force:
         raise ConfigError(f"{output} is there already; --force replaces it")
     question = asked(paths, run, cycle)
-    fields = judged(question, None, None, explain=True) if question.recorded is None else question.recorded
+    fields = judged(question, None, None, True, catalog_files) if question.recorded is None else question.recorded
     texts, left_out = read_texts(question.paths, round(max_file_mb * MB))
     members = contents(fields, texts, left_out)
     for name, data in members:

@@ -1,16 +1,17 @@
-"""`keepstep get KIND [RUN]`: tables of what a run folder knows."""
+"""`keepstep get KIND [RUN]`: tables of what a run folder knows; `get patterns`: of what the catalog knows."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
 from keepstep.cli.goodput import read_cycles, runs_root
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, note, output_option
 from keepstep.cli.runs import (
@@ -129,6 +130,19 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("SUMMARY", _short("summary")),
         Column("WHOLE SUMMARY", _of("summary"), wide=True),
     ),
+    "patterns": (
+        Column("ID", _of("id")),
+        Column("KIND", _of("kind")),
+        Column("ROLE", _of("role")),
+        Column("CLASS", _of("class")),
+        Column("ACTION", _of("action")),
+        Column("PATTERNS", _of("patterns"), right=True),
+        Column("STREAM", _of("stream"), wide=True),
+        Column("SCOPE", _of("scope"), wide=True),
+        Column("DEPTH", _of("depth"), wide=True, right=True),
+        Column("WEIGHTS", lambda r: [f"{name} {weight:g}" for name, weight in r["weights"].items()], wide=True),
+        Column("SOURCE", _of("source"), wide=True),
+    ),
 }
 COLUMNS["spares"] = COLUMNS["nodes"]
 NAMES = {
@@ -139,6 +153,7 @@ NAMES = {
     "ranks": "rank",
     "checkpoints": "checkpoint",
     "incidents": "id",
+    "patterns": "id",
 }
 """Field that names a record."""
 ALIASES = {
@@ -164,18 +179,31 @@ def kind_named(text: str) -> str:
 @run_argument
 @click.option("--cycle", type=click.IntRange(min=0), help="Only this cycle; for ranks the default is the newest.")
 @click.option("-l", "selectors", multiple=True, metavar="KEY=VALUE", help="Only records with that field; also !=.")
+@catalog_option
 @output_option
-def get(kind: str, run: str | None, cycle: int | None, selectors: tuple[str, ...], output: str) -> None:
-    """List jobs, cycles, nodes, ranks, checkpoints, spares or incidents.
+def get(
+    kind: str,
+    run: str | None,
+    cycle: int | None,
+    selectors: tuple[str, ...],
+    catalog_files: tuple[Path, ...],
+    output: str,
+) -> None:
+    """List jobs, cycles, nodes, ranks, checkpoints, spares or incidents; or the patterns of the catalog.
 
     `get jobs` is about all runs under $KEEPSTEP_HOME/runs, the others about one run. A job whose launcher is gone without a
     verdict is `lost`: the same `keepstep run` goes on with it. JSON records: keepstep.job/1, cycle/1, node/1, rank/1,
-    checkpoint/1.
+    checkpoint/1, pattern/1.
     """
     kind, wanted = kind_named(kind), parse_selectors(selectors)
-    records = list_jobs(run) if kind == "jobs" else READERS[kind](resolve_run(run), cycle)
-    if cycle is not None and kind in ("jobs", "nodes", "spares"):
+    if cycle is not None and kind in ("jobs", "nodes", "spares", "patterns"):
         raise ConfigError(f"--cycle {cycle} says nothing about {kind}; leave it out")
+    if catalog_files and kind != "patterns":
+        raise ConfigError(f"--catalog says nothing about {kind}; leave it out")
+    if kind == "patterns":
+        records = list_patterns(run, catalog_files)
+    else:
+        records = list_jobs(run) if kind == "jobs" else READERS[kind](resolve_run(run), cycle)
     records = select(records, wanted)
     emit(
         records,
@@ -191,6 +219,27 @@ def list_jobs(run: str | None) -> list[Record]:
     """All runs under $KEEPSTEP_HOME/runs, or one; the one that changed last first."""
     found = run_dirs([runs_root()]) if run is None else [resolve_run(run)]
     return [_plain(job_view(run_dir, time.time_ns())) for run_dir in found]
+
+
+def list_patterns(run: str | None, catalog_files: Sequence[Path]) -> list[Record]:
+    """Entries of the catalog, by id. Raises ConfigError for a run: the catalog is of no run."""
+    if run is not None:
+        raise ConfigError(f"get patterns {run}: the catalog belongs to no run; leave it out")
+    catalog = chosen_catalog(catalog_files)
+    version = catalog.describe()
+    found = []
+    for entry in sorted(catalog, key=lambda e: e.id):
+        fields = {name: getattr(entry, name) for name in ("id", "kind", "role", "severity", "scope", "depth", "action")}
+        about = {"title": entry.title, "stream": entry.stream, "source": entry.source, "why": entry.why}
+        counted = {
+            "class": entry.fault_class,
+            "weights": dict(entry.weights),
+            "never": list(entry.never),
+            "patterns": len(entry.pattern),
+        }
+        used = {"catalog_version": version["version"], "catalog_digest": version["digest"]}
+        found.append({"schema": "keepstep.pattern/1", **fields, **counted, **about, **used})
+    return found
 
 
 def list_cycles(run_dir: Path, cycle: int | None) -> list[Record]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import moment_ns
-from keepstep.cli.why_inputs import Asked, asked, read_all
+from keepstep.cli.why_inputs import Asked, asked, matcher_of
 from keepstep.records.errors import KeepstepError
 from keepstep.records.exits import EXIT_OK, EXIT_PROBLEM
 
 if TYPE_CHECKING:
     from keepstep.attribution.verdict import Judgement
-    from keepstep.sources.reading import Reading
 
 
 @click.command(
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 )
 @click.option("--since", metavar="TIME", help="Older signs do not count: 30m, 2h, 1d before now, or an RFC 3339 time.")
 @click.option("--until", metavar="TIME", help="Later signs are left out.")
-@click.option("--now", metavar="TIME", help='What "now" is, for spans of time and dates without a year (RFC 3339).')
+@click.option("--now", metavar="TIME", help='What "now" is, for spans of time (RFC 3339).')
 @click.option("--explain", is_flag=True, help="Show every term of the sums behind the verdict.")
 @click.option("--summarize-with", metavar="URL", help="Chat endpoint (OpenAI's protocol) that words a summary, beside.")
 @click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")
 @click.option("--summary-file", type=click.Path(path_type=Path), help="Where the summary goes; default: stderr.")
+@catalog_option
 @output_option
 def why(
     paths: tuple[str, ...],
@@ -47,6 +49,7 @@ def why(
     summarize_with: str | None,
     summarize_model: str,
     summary_file: Path | None,
+    catalog_files: tuple[Path, ...],
     output: str,
 ) -> None:
     """Say whose fault it was, with evidence, from logs and records in PATH... ("-": standard input).
@@ -56,7 +59,7 @@ def why(
     now_ns = time.time_ns() if now is None else moment_ns(now, 0, "--now")
     window = tuple(None if t is None else moment_ns(t, now_ns, n) for t, n in ((since, "--since"), (until, "--until")))
     question = asked(paths, run, cycle)
-    fields = question.recorded or judged(question, window[0], window[1], explain)
+    fields = question.recorded or judged(question, window[0], window[1], explain, catalog_files)
     emit(
         fields,
         output,
@@ -70,28 +73,28 @@ def why(
     raise SystemExit(EXIT_OK if fields["no_current_fault"] else EXIT_PROBLEM)
 
 
-def judged(question: Asked, since_ns: int | None, until_ns: int | None, explain: bool) -> dict[str, Any]:
+def judged(
+    question: Asked, since_ns: int | None, until_ns: int | None, explain: bool, catalog_files: Sequence[Path] = ()
+) -> dict[str, Any]:
     """The verdict on what is asked about, as keepstep.verdict/1 with what it came from. Raises KeepstepError."""
-    from keepstep.attribution.current import windowed
-    from keepstep.attribution.verdict import judge
-    from keepstep.catalog.load import VERSION, shipped
-    from keepstep.records.verdict import verdict_fields
+    from keepstep.launcher.diagnosis import diagnose, diagnosis_fields
 
-    catalog = shipped()
-    reading = read_all(question.paths)
-    if not reading.used:
-        because = "; ".join(reading.unreadable) or "no files in it"
+    catalog = chosen_catalog(catalog_files)
+    found = diagnose(
+        question.paths,
+        question.ranks,
+        catalog=catalog,
+        matcher=matcher_of(catalog),
+        since_ns=since_ns,
+        until_ns=until_ns,
+    )
+    if not found.reading.used and found.hang is None:
+        because = "; ".join(found.reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")
-    judgement = judge(windowed(reading.events, since_ns, until_ns), catalog, question.ranks)
-    fields = verdict_fields(judgement.verdict) | inputs_of(reading) | {"catalog": {"version": VERSION}}
+    fields = diagnosis_fields(found, catalog)
     if question.cycle is not None:
         fields["cycle"] = question.cycle.cycle
-    return fields | ({"scores": scores_of(judgement)} if explain else {})
-
-
-def inputs_of(reading: Reading) -> dict[str, Any]:
-    """What was read as what, and what could not be."""
-    return {"used": [u._asdict() for u in reading.used], "unreadable": list(reading.unreadable)}
+    return fields | ({"scores": scores_of(found.judgement)} if explain else {})
 
 
 def scores_of(judgement: Judgement) -> dict[str, Any]:

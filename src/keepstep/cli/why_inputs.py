@@ -17,8 +17,8 @@ from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError, KeepstepError
 
 if TYPE_CHECKING:
+    from keepstep.catalog.load import Catalog
     from keepstep.catalog.matcher import Matcher
-    from keepstep.sources.reading import Reading
 
 INCIDENT = re.compile(r"INC-\d+")
 WELL_ENDED = frozenset({"succeeded", "success", "finished", None})
@@ -57,21 +57,12 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
     return Asked(tuple(paths))
 
 
-@functools.cache
-def shipped_matcher() -> Matcher:
-    """The patterns of the shipped catalog, compiled once a process: that takes longer than reading most logs."""
-    from keepstep.catalog.load import shipped
+@functools.lru_cache(maxsize=2)
+def matcher_of(catalog: Catalog) -> Matcher:
+    """The patterns of a catalog, compiled once a process: that takes longer than reading most logs."""
     from keepstep.catalog.matcher import Matcher
 
-    return Matcher(shipped())
-
-
-def read_all(paths: Sequence[str]) -> Reading:
-    """What files, folders and standard input ("-") tell."""
-    from keepstep.catalog.load import shipped
-    from keepstep.sources.reading import read_paths
-
-    return read_paths(paths, shipped(), matcher=shipped_matcher())
+    return Matcher(catalog)
 
 
 def is_run_folder(path: Path) -> bool:
@@ -80,6 +71,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def _of_run(folder: Path, number: int | None) -> Asked:
+    from keepstep.launcher.diagnosis import cycle_paths
+
     cycles = read_cycles(folder)
     if number is None:
         failed = [c for c in cycles if c.end_reason not in WELL_ENDED or c.fault is not None]
@@ -91,9 +84,7 @@ def _of_run(folder: Path, number: int | None) -> Asked:
             raise NotFoundError(f"{folder} has no cycle {number}; it has {known}")
     if chosen is None:
         return Asked((str(folder),))
-    name = f"cycle-{chosen.cycle:04d}"
-    parts = [folder / "cycles" / f"{name}.json", folder / "logs" / f"{name}.log", folder / "evidence" / name]
-    return Asked(tuple(str(p) for p in parts if p.exists()), map_of_cycle(chosen), chosen)
+    return Asked(tuple(cycle_paths(folder, chosen.cycle)), map_of_cycle(chosen), chosen)
 
 
 def _of_incident(folder: Path, name: str) -> Asked:

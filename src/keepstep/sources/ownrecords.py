@@ -13,6 +13,8 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event, Evidence, bounded
 from keepstep.sources.documents import Document
 
+OWN_RECORD = "keepstep record"
+"""What these documents are read as."""
 CYCLE_SCHEMA = "keepstep.cycle/1"
 RANK_KEYS = frozenset({"rank", "pid", "state", "page", "stacks", "in_collective"})
 """Of a rank's evidence (evidence/cycle-NNNN/rank-RRRRR.json)."""

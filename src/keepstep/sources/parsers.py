@@ -11,7 +11,7 @@ from collections.abc import Callable
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
-from keepstep.sources.ownrecords import parse_own_records
+from keepstep.sources.ownrecords import OWN_RECORD, parse_own_records
 from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
     bandwidth,
@@ -32,7 +32,7 @@ from keepstep.sources.snapshots import (
 Parser = Callable[[Document, Catalog], list[Event] | None]
 
 PARSERS: tuple[tuple[str, Parser], ...] = (
-    ("keepstep record", parse_own_records),
+    (OWN_RECORD, parse_own_records),
     ("nvidia-smi -q", smi_full.parse),
     ("nvidia-smi", smi_table.parse),
     ("nvidia-smi csv", smi_csv.parse),

@@ -84,10 +84,10 @@ def _int(match: re.Match[str] | None) -> int | None:
 
 
 class _Seen:
-    __slots__ = ("count", "first", "first_step", "last", "last_step")
+    __slots__ = ("before_last", "count", "first", "first_step", "last", "last_step")
 
     def __init__(self, line: Line, made: Progress) -> None:
-        self.first = self.last = line
+        self.first = self.last = self.before_last = line
         self.first_step = self.last_step = made
         self.count = 0
 
@@ -112,14 +112,18 @@ def progress_events(document: Document, catalog: Catalog) -> list[Event]:
             if len(seen) >= MAX_WRITERS:
                 continue
             held = seen[key] = _Seen(line, made)
-        held.last, held.last_step = line, made
+        held.before_last, held.last, held.last_step = held.last, line, made
         held.count += 1
     return [_event(document, held) for held in seen.values()]
 
 
 def _event(document: Document, held: _Seen) -> Event:
     first, last = held.first_step, held.last_step
-    attrs: dict[str, object] = {"last_order": held.last.number}
+    attrs: dict[str, object] = {
+        "last_order": held.last.number,
+        "before_last_order": held.before_last.number,
+        "last_quality": held.last.time_quality,
+    }
     for name, value in (
         ("step", last.step),
         ("epoch", last.epoch),

@@ -20,14 +20,16 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
+from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
 from keepstep.sources.runfolder import RunFolder
 from keepstep.sources.skew import Skew, add_skew, estimate
 from keepstep.sources.storms import Collapser, dedupe, drop_copies
 from keepstep.sources.streaming import LINE_BYTES, Scanner
-from keepstep.sources.textlines import line_events, make_event
+from keepstep.sources.textlines import fits, line_events, make_event
 from keepstep.sources.windows import Cutter
 
 WHOLE_BYTES = 4 << 20
@@ -144,12 +146,11 @@ def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
     try:
         with found.path.open("rb") as file:
             latest_ns = found.path.stat().st_mtime_ns
-            outer, boot_at, below = of_path(found.below), None, found.below
+            outer, below = of_path(found.below), found.below
             if run is not None:
                 below = str(found.path.resolve().relative_to(run.top))
                 outer = runfolder.hints_of(below, outer)
-                boot_at = runfolder.boot_at_ns(run, found.path, below)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns), run, below)
     except OSError as error:
         whole.unreadable.append(f"{found.path}: {error.strerror or error}")
 
@@ -194,12 +195,18 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
+        monitors = monitor_events(document, whole.catalog)
         for event in line_events(document, whole.matcher, whole.catalog):
-            found.add(event)
+            if event.evidence.line not in monitors.claimed:
+                found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        events = [*parsed, *lines, *progress_events(document, whole.catalog)]
+        seen = _completed(monitors.events, document)
+        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
+        if read_as == OWN_RECORD:
+            # Other texts that it quotes lie beside it.
+            events = parsed
         whole.events += events
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
@@ -213,6 +220,8 @@ def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
     read_as, found = [], list[Event]()
     for name, parse in PARSERS:
         events = parse(document, catalog)
+        if events is not None and name == OWN_RECORD:
+            return name, _completed(events, document)
         if events is not None:
             read_as.append(name)
             found += events
@@ -254,7 +263,8 @@ def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, or
         for hit in scanner.scan(chunk):
             document = Document(path, hit.title, ())
             for match in hit.matches:
-                found.add(make_event(match, hit.line, document))
+                if fits(match, hit.line):
+                    found.add(make_event(match, hit.line, document, hit.repeats))
         tail = (tail + chunk)[-TAIL_BYTES:] if whole.deep else b""
         if scanner.size_bytes > TEXT_LIMIT_BYTES:
             whole.skipped.append(Skipped(path, f"what comes after {TEXT_LIMIT_BYTES >> 30} GiB of text"))
@@ -279,10 +289,12 @@ def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: S
         near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
         for document in split(path, window.text, near):
             found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
     tail = tail[tail.find(b"\n") + 1 :]
     number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
     for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
         found += _parsed(document, whole.catalog)[1]
+        found += _completed(block_events(document, whole.catalog), document)
         found += progress_events(document, whole.catalog)
         whole.facts.append(facts_of(document))
     seen: set[tuple[int, str]] = set()

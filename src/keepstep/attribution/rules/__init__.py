@@ -14,6 +14,7 @@ from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
+from keepstep.attribution.rules.monitors import latched
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     xids,
     *CHECKPOINT_RULES,
     *SCHEDULER_RULES,
+    latched,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from keepstep.attribution.order import compare
 from keepstep.attribution.rules.deriving import derive
@@ -14,6 +15,7 @@ from keepstep.attribution.rules.scheduler import ENDS, HUNG
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
+MISSING = frozenset({"python.file_missing", "ckpt.part_missing"})
 UNREADABLE = frozenset({"ckpt.torn_file", "ckpt.no_metadata"})
 KILLS = frozenset(
     {"exit.sigkill", "exit.sigterm", "signal.stop_received", "exit.stopped_from_outside", "slurm.user_signal"}
@@ -22,10 +24,90 @@ MAX_FACTS = 2000
 """Facts of one kind that are compared pairwise; more of them say the same."""
 
 
+_PIECE = re.compile(
+    r"(?:global_step|step|iter\w*|checkpoint|ckpt|epoch)[-_=]?\d+/|\.distcp\b|/\.metadata\b|_optim_states|_model_states"
+)
+"""Paths of parts of checkpoints."""
+_STEPS = re.compile(r"(?i)\b(\w+)[ :.]{1,3}(?:step|iter\w*)[ =:]+(\d{1,15})\b|\b(\w+)[ :.]{1,3}(\d{1,15})\b")
+LEAST_GROWTH = 1.15
+"""Factor by which host memory grows from one save to the next, of at least three, before it is the saves that keep it."""
+
+
+def broken(events: Iterable[Event]) -> list[Event]:
+    """Checkpoints that cannot be read: damaged or unfinished files, or a part of one that is not there."""
+    return [
+        e for e in events if e.signature in UNREADABLE or (e.signature in MISSING and _PIECE.search(e.evidence.text))
+    ]
+
+
 def step_of(event: Event) -> int | None:
     """The step that a fact is about."""
     text = str(event.attrs.get("step", ""))
     return int(text) if text.isdigit() and len(text) < 16 else None
+
+
+def value_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A value, other than a loss, that is not the same after a resume as before; or a state dict that is not the one loaded."""
+    for event in _of(events, "ckpt.value_compare"):
+        before, after = _number(event.attrs.get("before")), _number(event.attrs.get("after"))
+        named = re.search(
+            r"(?i)\b(?:loss|ppl|perplexity|accuracy|time|took|elapsed|seconds|mem\w*|rss)\b", event.evidence.text
+        )
+        if before is not None and after is not None and before != after and named is None:
+            return [derive(catalog, "derived.ckpt.value_differs", event)]
+    loaded, now = _of(events, "ckpt.state_dict_loaded"), _of(events, "ckpt.state_dict_now")
+    for one, other in zip(loaded, now, strict=False):
+        same = "".join(str(one.attrs.get("state")).split()) == "".join(str(other.attrs.get("state")).split())
+        if not same and compare(one, other) in ("before", None):
+            return [derive(catalog, "derived.ckpt.value_differs", other)]
+    return []
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(str(value).rstrip("."))
+    except ValueError:
+        return None
+
+
+def epochs_shrank(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Epochs that are much shorter after a resume than before: the rest of one is taken for all."""
+    lengths = []
+    for event in _of(events, "ckpt.epoch_length"):
+        count = str(event.attrs.get("count", ""))
+        if count.isdigit() and len(count) < 16:
+            lengths.append((int(count), event))
+    if len(lengths) < 3 or not any(e.signature == "ckpt.resumed" for e in events):
+        return []
+    (first, _), *rest = lengths
+    short = [e for n, e in rest if 2 * n < first]
+    # The epoch that was interrupted is short by right; the one after it is not.
+    return [derive(catalog, "derived.ckpt.epochs_shrank", short[-1])] if len(short) > 1 else []
+
+
+def mixed_steps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Parts of one checkpoint that are of different steps."""
+    for event in _of(events, "ckpt.component_steps"):
+        steps = {m[2] for m in _STEPS.finditer(event.evidence.text) if m[2]}
+        if len(steps) > 1:
+            return [derive(catalog, "derived.ckpt.mixed_steps", event, attrs={"steps": sorted(steps)[:8]})]
+    return []
+
+
+def memory_grows(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Host memory that grows with every save: the saver keeps its copies."""
+    points: dict[int, float] = {}
+    facts = _of(events, "ckpt.memory_at_save")
+    for event in facts:
+        step, amount = step_of(event), str(event.attrs.get("amount", ""))
+        if step is not None and re.fullmatch(r"\d{1,9}(?:\.\d{1,6})?", amount):
+            scale = {"m": 1.0, "g": 1024.0, "t": 1024.0**2}[str(event.attrs.get("unit", "g"))[:1].lower()]
+            points[step] = float(amount) * scale
+    values = [points[s] for s in sorted(points)]
+    if len(values) < 3 or not all(b >= LEAST_GROWTH * a for a, b in pairwise(values)):
+        return []
+    explains = ["oom.cgroup", "oom.global", "k8s.oom_killed", "slurm.job_oom"]
+    return [derive(catalog, "derived.ckpt.memory_grows", facts[0], explains=explains, placed=False)]
 
 
 def _of(events: Iterable[Event], *signatures: str) -> list[Event]:
@@ -49,12 +131,24 @@ def storage_first(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def torn_by_kill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A checkpoint that cannot be read after its writer was killed: the save was cut off and written in place."""
-    for bad in _of(events, *UNREADABLE):
+    for bad in broken(events):
         ends = [e for e in events if e.kind in ENDS or e.signature in KILLS or e.kind in ("host.oom", "sched.oom")]
         before = [e for e in ends if compare(e, bad) in ("before", None)]
         if before:
             explains = sorted({e.signature for e in before})
             return [derive(catalog, "derived.ckpt.torn_by_kill", before[0], explains=[*explains, bad.signature])]
+    return []
+
+
+def reported_good(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A step whose save was reported as good, and that cannot be read: the report was wrong, or something happened since."""
+    claimed = {s: e for e in _of(events, "ckpt.committed") if (s := step_of(e)) is not None}
+    for bad in broken(events):
+        numbers = {int(n) for n in re.findall(r"\d{1,15}", bad.evidence.text)}
+        claim = next((e for s, e in claimed.items() if s in numbers and compare(e, bad) in ("before", None)), None)
+        if claim is not None:
+            explains = sorted({bad.signature, "fs.no_space", "ckpt.dcp_exception"})
+            return [derive(catalog, "derived.ckpt.reported_good", claim, explains=explains, placed=False)]
     return []
 
 
@@ -188,13 +282,11 @@ def believed_saved(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A file that is missing because its save failed unnoticed: the failed save is the cause, not the missing file."""
     failed = [e for e in events if e.kind == "checkpoint.failed" or e.kind.startswith("storage.")]
     steps = {s for e in _of(events, "ckpt.announced") if (s := step_of(e)) is not None}
-    for missing in _of(events, "python.file_missing"):
+    for missing in _of(events, *MISSING):
         numbers = {int(n) for n in re.findall(r"\d{1,15}", missing.evidence.text)}
-        cause = next((e for e in failed if e is not missing and compare(e, missing) == "before"), None)
+        cause = next((e for e in failed if e.signature not in MISSING and compare(e, missing) == "before"), None)
         if cause is not None and steps & numbers:
-            return [
-                derive(catalog, "derived.ckpt.believed_saved", cause, explains=["python.file_missing"], placed=False)
-            ]
+            return [derive(catalog, "derived.ckpt.believed_saved", cause, explains=sorted(MISSING), placed=False)]
     return []
 
 
@@ -211,7 +303,12 @@ def save_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 CHECKPOINT_RULES = (
     storage_first,
     torn_by_kill,
+    reported_good,
     announced_only,
+    value_differs,
+    epochs_shrank,
+    mixed_steps,
+    memory_grows,
     fresh_over_existing,
     state_differs,
     nothing_done,

@@ -11,6 +11,7 @@ from keepstep.attribution.wording import fill
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event
+from keepstep.records.verdict import FaultClass
 
 LEAST_NODES = 3
 """Two machines at once is a cable between them; three have something in common."""
@@ -34,8 +35,10 @@ _POWER_KINDS = (
     "gpu.throttle",
     "gpu.power",
     "host.power",
+    "host.thermal",
 )
-_SOFTWARE_KINDS = ("gpu.", "pcie.", "host.", "driver.")
+_LOCAL_KINDS = (*_FABRIC_KINDS, *_POWER_KINDS, "gpu.", "pcie.", "host.", "node.", "driver.")
+"""Seen by the machine that it is about. What a job's ranks say of a peer is not: all of them see the one that died."""
 
 
 class Crowd(NamedTuple):
@@ -92,21 +95,22 @@ def _conclude(crowd: Crowd, known: set[str]) -> list[Event]:
         return []
     if kind.startswith("storage.") or crowd.entry.scope == "storage":
         return [_event("derived.common.storage", crowd, {})]
-    if crowd.entry.scope not in ("gpu", "nic", "node") or not _takes_machines(crowd.entry):
+    if not kind.startswith(_LOCAL_KINDS) or not _takes_machines(crowd.entry):
         return []
-    # A program does the same on all machines; its own signs need no other cause.
-    for prefixes, signature in (
-        (_FABRIC_KINDS, "derived.common.fabric"),
-        (_POWER_KINDS, "derived.common.power"),
-        (_SOFTWARE_KINDS, "derived.common.software"),
-    ):
-        if kind.startswith(prefixes):
-            return [_event(signature, crowd, {})]
-    return []
+    if kind.startswith(_FABRIC_KINDS) or _mainly(crowd.entry) == "fabric":
+        return [_event("derived.common.fabric", crowd, {})]
+    if kind.startswith(_POWER_KINDS) or _mainly(crowd.entry) == "platform":
+        return [_event("derived.common.power", crowd, {})]
+    return [_event("derived.common.software", crowd, {})]
+
+
+def _mainly(entry: Signature) -> FaultClass | None:
+    """The class that a sign speaks for most."""
+    return max(entry.weights, key=lambda c: entry.weights[c], default=None)
 
 
 def _takes_machines(entry: Signature) -> bool:
-    """Whether a sign blames a machine, its network or the platform, and not the program that runs on all of them."""
+    """Whether a sign blames a machine, its network or the platform. A program does the same on all machines by itself."""
     blamed = max(
         (w for name, w in entry.weights.items() if name in ("hardware", "fabric", "platform", "framework")), default=0.0
     )

@@ -1,4 +1,4 @@
-"""What the rules on a job's own log have in common: who waits, what ranks are busy with, when the job lived, and how a conclusion is made."""
+"""What the rules on a job's own log have in common: who waits, who wrote what, and how a conclusion is made."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ WAITS = frozenset(
         "gloo.timeout",
         "stack.collective",
         "jax.barrier_timeout",
+        "ncclras.mismatch",
+        "fr.trace_missing",
+        "torch.desync_report",
     }
 )
 """Signatures whose rank waits for others."""
@@ -63,25 +66,35 @@ def of(events: Iterable[Event], *signatures: str) -> list[Event]:
     return [e for e in events if e.signature in signatures]
 
 
+def waiting_rank(event: Event) -> int | None:
+    """The rank that waits. torch prints the rank within the group, which is that of the job where nothing else is printed."""
+    if event.rank is not None or event.attrs.get("pg") not in (None, "0"):
+        return event.rank
+    return number(event.attrs.get("group_rank"))
+
+
 def waits(events: Sequence[Event]) -> list[Wait]:
     """All ranks that waited, each wait once; groups are taken from the watchdog's second line of the same rank and sequence."""
     groups: dict[tuple[int | None, int | None], str] = {}
     for event in of(events, "torch.watchdog_failure"):
         guid = event.attrs.get("guid") or event.attrs.get("pg")
         if guid is not None:
-            groups[event.rank, number(event.attrs.get("seq"))] = str(guid)
+            groups[waiting_rank(event), number(event.attrs.get("seq"))] = str(guid)
     found: dict[tuple[object, ...], Wait] = {}
     for event in events:
-        if event.signature not in WAITS or (event.signature == "torch.monitored_barrier" and event.rank is None):
+        rank = waiting_rank(event)
+        if event.signature not in WAITS or "about_rank" in event.attrs:
+            continue
+        if event.signature == "torch.monitored_barrier" and rank is None:
             continue
         attrs = event.attrs
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))
         ran_ms = number(attrs.get("ran_ms")) or number(attrs.get("timeout_ms"))
         begin = event.time_ns - ran_ms * 1_000_000 if event.time_ns is not None and ran_ms is not None else None
         numel = (str(attrs.get("numel_in", "")), str(attrs.get("numel_out", "")))
-        key = (event.rank, seq, op, event.cycle) if event.rank is not None else (id(event),)
+        key = (rank, seq, op, event.cycle) if rank is not None else (id(event),)
         if key not in found:
-            found[key] = Wait(event, event.rank, seq, op, groups.get((event.rank, seq)), numel, begin)
+            found[key] = Wait(event, rank, seq, op, groups.get((rank, seq)), numel, begin)
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from keepstep.attribution.current import end_of
 from keepstep.attribution.order import SECOND_NS, compare
 from keepstep.attribution.rules.jobfacts import (
     PROGRESS,
@@ -20,6 +21,7 @@ from keepstep.attribution.rules.jobfacts import (
     number,
     of,
     ranks_of,
+    waiting_rank,
     waits,
 )
 from keepstep.catalog.load import Catalog
@@ -47,6 +49,9 @@ DOING_TO_ACTIVITY = {
 
 MOST_LATE_SHARE = 0.5
 """Of the known ranks: when more than half do not wait, those who wait are not held up by a few."""
+
+STEPPING_SHARE = 0.25
+"""Of the wait: a rank that makes steps for so long does not take part in it."""
 
 SLACK_S = 120.0
 """A rank that logs once a minute or two and is busy is still busy."""
@@ -92,21 +97,28 @@ def late_ranks(events: Sequence[Event], waiting: Sequence[Wait]) -> list[Late]:
 
 def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
     found: set[int] = set()
-    for event in of(events, "torch.desync_report", "torch.monitored_barrier", "jax.barrier_timeout", "jax.task_lost"):
+    for event in events:
         found.update(ranks_of(event.attrs.get("late_ranks")))
+    for event in events:
+        about = event.attrs.get("about_rank")
+        # NCCL's RAS names the ranks that are behind.
+        if event.signature.startswith("ncclras.") and isinstance(about, int):
+            found.add(about)
     for event in of(events, "torch.store_owner_late"):
         owner = number(event.attrs.get("owner_rank"))
-        if owner is not None:
+        # Within another group than the job's these are not ranks of the job.
+        if owner is not None and event.rank in (None, number(event.attrs.get("group_rank"))):
             found.add(owner)
     stuck = {(w.group, w.seq) for w in waiting if w.group is not None and w.seq is not None}
     for event in of(events, "torch.dump_received", "torch.watchdog_failure"):
         group = str(event.attrs.get("guid") or event.attrs.get("pg") or "")
         enqueued = number(event.attrs.get("enqueued"))
-        if event.rank is None or enqueued is None:
+        rank = waiting_rank(event)
+        if rank is None or enqueued is None:
             continue
         # It never called the collective that others are stuck in.
         if any(group == g and seq is not None and enqueued < seq for g, seq in stuck):
-            found.add(event.rank)
+            found.add(rank)
     return found
 
 
@@ -127,7 +139,7 @@ def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog
     begin = begin_of_wait(waiting)
     activity = _activity(own, waiting, begin)
     count = len({w.rank for w in waiting})
-    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op, "seq": waiting[0].seq}
+    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op or "a collective", "seq": waiting[0].seq}
     if activity is None:
         return concluded("derived.absent_rank", catalog, waiting[0].event, attrs, about=late.rank)
     signature, basis = activity
@@ -136,6 +148,8 @@ def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog
 
 def _failed(event: Event, catalog: Catalog) -> bool:
     """Whether an event says that its rank failed of something that has an entry of its own."""
+    if event.signature.startswith("derived."):
+        return False
     entry = catalog[event.signature]
     if entry.role == "root" and entry.severity in ("error", "fatal"):
         return True
@@ -155,7 +169,9 @@ def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | Non
     acts = [e for e in own if e.signature in CONCLUSION_OF]
     if not acts:
         return None
-    during = [e for e in acts if _during(e, begin_ns, last)]
+    during = [
+        e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))
+    ]
     telling = [e for e in during if e.signature != PROGRESS] or during
     if telling:
         # The first thing it was at when the others began to wait is what they waited for.
@@ -172,7 +188,15 @@ def _during(event: Event, begin_ns: int | None, last: Event) -> bool:
     if begin_ns is not None and event.time_ns is not None and last.time_ns is not None:
         first, end = event.time_ns, event.last_ns or event.time_ns
         return end >= begin_ns - SLACK_S * SECOND_NS and first <= last.time_ns + SLACK_S * SECOND_NS
-    return compare(last, event) == "before"
+    return compare(last, end_of(event)) == "before"
+
+
+def _went_on(progress: Event, begin_ns: int | None, last: Event) -> bool:
+    """Whether steps were made well into the wait, not only up to its begin."""
+    end = end_of(progress)
+    if begin_ns is not None and end.time_ns is not None and last.time_ns is not None:
+        return end.time_ns > begin_ns + STEPPING_SHARE * (last.time_ns - begin_ns)
+    return compare(last, end) == "before"
 
 
 def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog) -> list[Event]:
@@ -187,7 +211,7 @@ def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[
         if event.rank is None and event.signature in CONCLUSION_OF and event.signature != PROGRESS:
             groups.setdefault(event.signature, []).append(event)
     for signature, members in sorted(groups.items()):
-        ended = [e for e in members if compare(last, e) == "before"]
+        ended = [e for e in members if compare(last, end_of(e)) == "before"]
         begun = [e for e in members if compare(e, first) == "before"]
         spans = any(_during(e, begin, last) and (e.last_ns or 0) > (e.time_ns or 0) for e in members)
         if (ended and begun) or spans:
@@ -195,4 +219,101 @@ def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[
             attrs = {"waiting": len({w.rank for w in waiting}), "op": waiting[0].op, "seq": waiting[0].seq}
             attrs |= {"doing": basis.evidence.text[:200]}
             return [concluded(CONCLUSION_OF[signature], catalog, basis, attrs)]
+    return []
+
+
+def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A rank whose watchdog or heartbeat gave no sign, and whose stack shows what it is in: its own code keeps the interpreter."""
+    stuck = of(events, "torch.heartbeat_timeout", "torch.gil_held", "nvrx.heartbeat_lost")
+    if not stuck:
+        return []
+    ranks = {e.rank for e in stuck if e.rank is not None}
+    for event in of(events, "stack.outside"):
+        doing = str(event.attrs.get("doing"))
+        if event.rank is not None and ranks and event.rank not in ranks:
+            continue
+        if doing in ("teardown", "loading"):
+            continue
+        rank = event.rank if event.rank is not None else next(iter(ranks), None)
+        signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")
+        attrs = {"about_rank": rank, "waiting": "the", "doing": str(event.attrs.get("frame", ""))}
+        return [concluded(signature, catalog, event, attrs, about=rank)]
+    for event in of(events, "stack.cuda_runtime"):
+        return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
+    return []
+
+
+STEPS_APART = 3
+"""Ranks of a synchronous job are at most a step apart, and their logs may lag another behind."""
+
+
+def steps_apart(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Waiting ranks that are not at one step: one has had other batches than another, or has left the epoch."""
+    waiting = {w.rank for w in waits(events)}
+    at: dict[int, tuple[int, int | None, Event]] = {}
+    for event in of(events, PROGRESS):
+        step = number(event.attrs.get("last_step", event.attrs.get("step")))
+        if event.rank is not None and step is not None:
+            at[event.rank] = (step, number(event.attrs.get("of")), event)
+    if len(waiting) < 2 or len(at) < 2 or len({of_ for _, of_, _ in at.values()}) != 1:
+        return []
+    low, high = min(at, key=lambda r: at[r][0]), max(at, key=lambda r: at[r][0])
+    gap = at[high][0] - at[low][0]
+    ended = at[high][0] == at[high][1]
+    if low not in waiting or gap < (1 if ended else STEPS_APART):
+        return []
+    signature = "derived.epoch_left" if ended else "derived.steps_apart"
+    attrs = {"about_rank": high, "behind": low, "step": at[high][0], "behind_step": at[low][0]}
+    return [concluded(signature, catalog, at[low][2], attrs, about=high)]
+
+
+_SECTIONS = (
+    ("derived.section_checkpoint", ("checkpoint", "ckpt", "save", "saving")),
+    ("derived.section_user", ("eval", "valid", "test", "data", "infer", "generat", "setup", "load")),
+)
+
+
+def section_outlasted(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A section that was open longer than its limit: by its name, whose time it was. A step says nothing: everybody waits in it."""
+    for event in of(events, "nvrx.section_timeout"):
+        name = str(event.attrs.get("section", "")).lower()
+        for signature, words in _SECTIONS:
+            if any(word in name for word in words):
+                attrs = {k: event.attrs.get(k) for k in ("section", "seconds", "limit")}
+                return [concluded(signature, catalog, event, attrs)]
+    return []
+
+
+OWN_COLLECTIVES = {"job.monitor_collective": "derived.monitor_deadlock", "job.save_collective": "derived.save_deadlock"}
+"""What a waiting rank may be in besides the training's own collectives, and the conclusion."""
+
+
+def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ranks that wait in a collective of a monitor or of a save, where nothing that failed kept the others away."""
+    waiting = waits(events)
+    if not waiting or any(_failed(e, catalog) for e in events):
+        return []
+    first = min(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    waiters = {w.rank for w in waiting}
+    for signature, conclusion in OWN_COLLECTIVES.items():
+        for event in of(events, signature):
+            if event.rank is not None and event.rank not in waiters:
+                continue
+            later = [e for e in of(events, PROGRESS) if e.rank == event.rank and compare(event, end_of(e)) == "before"]
+            if compare(first, event) != "before" and not later:
+                return [concluded(conclusion, catalog, event, {"waiting": len(waiters)})]
+    return []
+
+
+def limit_too_short(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A heartbeat that a monitor missed while the rank was busy with what takes long and beats no heart."""
+    lost = of(events, "nvrx.heartbeat_lost")
+    busy = of(events, "job.compiling", "job.loading", "job.preparing_data", "job.saving", "job.evaluating")
+    for event in lost:
+        for act in busy:
+            if act.rank in (event.rank, None) or event.rank is None:
+                if any(_failed(e, catalog) for e in events if e.rank == act.rank and e.signature != event.signature):
+                    continue
+                attrs = {"seconds": event.attrs.get("seconds"), "doing": act.evidence.text[:160]}
+                return [concluded("derived.limit_too_short", catalog, event, attrs)]
     return []

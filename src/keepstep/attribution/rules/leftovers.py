@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 HELD_SHARE = 0.3
-"""Share of a GPU that one foreign process must hold to be the reason. Contexts of neighbours that missed their device hold under 2 %."""
+"""Share of a GPU that one foreign process must hold to be the reason. Contexts of neighbours on the wrong device hold under 2 %."""
+UNKNOWN_SHARE = 0.5
+"""Share of a GPU that is held by nobody knows whom, from which on it is not the program's."""
 NOT_FREE_SHARE = 0.7
 """A GPU with less than this free before anything was allocated is not empty."""
 ALIKE = 0.02
@@ -43,9 +46,10 @@ class Holder(NamedTuple):
 def gib(size: str, unit: str) -> float:
     """A printed size in GiB; 0 for what is no number."""
     try:
-        return float(size) * _UNITS.get(unit, 0.0)
+        amount = float(size)
     except ValueError:
         return 0.0
+    return amount * _UNITS.get(unit, 0.0) if math.isfinite(amount) else 0.0
 
 
 def holders(text: str) -> list[Holder]:
@@ -62,6 +66,9 @@ def leftovers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     orphans = {number(e.attrs.get("pid")) for e in events if e.signature.startswith(("proc.orphan", "process.orphan"))}
     for event in of(events, "torch.cuda_oom", "python.exception"):
         holder = _foreign(event, own_pids, orphans)
+        if holder is None and _taken_by_unknown(event):
+            found.append(concluded("derived.memory_held_by_unknown", catalog, event, {}))
+            break
         if holder is not None:
             attrs = {"pid": holder.pid, "held": f"{holder.gib:.1f} GiB", "orphan": holder.pid in orphans}
             found.append(concluded("derived.memory_held_by_other", catalog, event, attrs))
@@ -88,6 +95,19 @@ def _foreign(event: Event, own_pids: set[int | None], orphans: set[int | None]) 
     return None
 
 
+def _taken_by_unknown(event: Event) -> bool:
+    """Whether most of the GPU is neither free nor this process's, in a message that names no holder."""
+    text = event.evidence.text
+    own = _OWN.search(text)
+    capacity, free = (_SIZE.search(str(event.attrs.get(name, ""))) for name in ("capacity", "free"))
+    if own is None or capacity is None or free is None or holders(text):
+        return False
+    total = gib(capacity["size"], capacity["unit"])
+    mine = gib(own["size"], own["unit"])
+    foreign = total - gib(free["size"], free["unit"]) - mine
+    return total > 0 and foreign >= UNKNOWN_SHARE * total and foreign > mine
+
+
 def _never_free(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """The same low amount of free memory at the start of several lives: what holds it does not end by itself."""
     by_gpu: dict[object, list[tuple[Event, float, float]]] = defaultdict(list)
@@ -99,8 +119,9 @@ def _never_free(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         by_gpu[event.attrs.get("gpu"), event.node].append((event, free, total))
     for seen in by_gpu.values():
         low = [(e, free, total) for e, free, total in seen if total > 0 and free < NOT_FREE_SHARE * total]
-        if len(low) >= 2 and max(f for _, f, _ in low) - min(f for _, f, _ in low) <= ALIKE * low[0][2]:
+        times = sum(e.count for e, _, _ in low)
+        if times >= 2 and max(f for _, f, _ in low) - min(f for _, f, _ in low) <= ALIKE * low[0][2]:
             first = low[0]
-            attrs = {"free": first[1], "total": first[2], "times": len(low)}
+            attrs = {"free": first[1], "total": first[2], "times": times}
             return [concluded("derived.memory_never_freed", catalog, first[0], attrs)]
     return []

@@ -1,10 +1,12 @@
-"""What the lives of a job's worker group say: an end that was good, spares that were not needed, the same failure again and again."""
+"""What the lives of a job's worker group say: a good end, spares that were not needed, the same failure again and again."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
+from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical, compare
 from keepstep.attribution.rules.jobfacts import PROGRESS, before, concluded, number, of
 from keepstep.catalog.load import Catalog
@@ -25,7 +27,12 @@ TEARDOWN = (
 )
 """What a process may still say when the job has ended well."""
 
-RESTARTS = ("job.started", "elastic.restarting")
+ENDED_BY = ("exit.sigterm", "exit.stopped_from_outside")
+
+UNEVEN = ("torch.watchdog_timeout", "torch.blocking_wait_timeout", "gloo.timeout")
+"""Ranks that still waited when one said that it had ended: it ended too early."""
+
+RESTARTS = ("job.started", "elastic.restarting", "elastic.membership_changed")
 FAILING_ROLES = ("root", "cascade")
 
 FINGERPRINTED = (
@@ -42,22 +49,43 @@ FINGERPRINTED = (
 )
 """Failures of the program: the same one in two lives is in the program or its data."""
 
+JOB_TASKS = ("python", "pt_", "torchrun", "ray::", "vllm", "VLLM", "train")
+"""How the processes of training jobs are called in the kernel's table."""
+
 LEAST_STALLS = 3
 """Time-outs at one step in so many lives are no chance; two may be one bad link."""
 
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    done = [e for e in of(events, "elastic.succeeded") if not any(before(e, r) for r in of(events, *RESTARTS))]
-    if not done:
+    ends = of(events, "elastic.succeeded", "job.train_ended")
+    done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
+    if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
     success = min(done, key=canonical)
-    late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]
-    if not late or any(_really_failed(e, catalog) for e in events):
+    late = [e for e in events if _of_teardown(e) and compare(e, success) in ("after", "together")]
+    if not late or any(_really_failed(e, catalog) for e in events if e not in late):
         return []
     return [
         concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
     ]
+
+
+def _of_teardown(event: Event) -> bool:
+    """Whether an event is one of those that follow the end of a job: connections that go, a scheduler that clears up."""
+    return (
+        event.signature in TEARDOWN or event.signature in ENDED_BY or event.kind in ("sched.time_limit", "sched.cancel")
+    )
+
+
+def clean_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A job that ended well, and monitors and launchers that say how they close: nothing else."""
+    done = of(events, "elastic.succeeded", "job.train_ended")
+    closing = of(events, "nvrx.monitor_closed", "elastic.rendezvous_graceful")
+    failing = any(catalog[e.signature].severity in ("error", "fatal") for e in events)
+    if not done or not closing or failing:
+        return []
+    return [concluded("derived.clean_end", catalog, min(done, key=canonical), {})]
 
 
 def _really_failed(event: Event, catalog: Catalog) -> bool:
@@ -99,11 +127,19 @@ def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in of(events, *FINGERPRINTED):
         frame = str(event.attrs.get("user_frame") or event.attrs.get("frame") or "")
         by_print[event.signature, str(event.attrs.get("type", "")), frame].append(event)
-    for members in by_print.values():
+    in_process = bool(restarts) and all(is_in_process(r) for r in restarts)
+    for (signature, _, _), members in by_print.items():
+        if in_process and signature.startswith("cuda."):
+            continue  # what a process keeps says nothing of the program
         lives = _lives(sorted(members, key=canonical), restarts)
         if lives >= 2:
             return [concluded("derived.same_failure_again", catalog, members[0], {"lives": lives})]
     return _same_outcomes(events, catalog) or _same_step(events, restarts, catalog)
+
+
+def is_in_process(restart: Event) -> bool:
+    """Whether a restart was one inside the processes, which keep their CUDA contexts."""
+    return "process" in restart.evidence.text.lower()
 
 
 def _lives(members: Sequence[Event], restarts: Sequence[Event]) -> int:
@@ -113,7 +149,9 @@ def _lives(members: Sequence[Event], restarts: Sequence[Event]) -> int:
         return len(cycles)
     lives = 1
     anchor = members[0]
-    for event in members[1:]:
+    # A burst is one event from its first sighting to its last.
+    sightings = sorted((s for e in members for s in ((e, end_of(e)) if e.count > 1 else (e,))), key=canonical)
+    for event in sightings[1:]:
         if any(before(anchor, r) and before(r, event) for r in restarts):
             lives += 1
             anchor = event
@@ -136,16 +174,16 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
     """Time-outs of several lives after the same last step."""
     stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)
     progress = sorted(of(events, PROGRESS), key=canonical)
-    if not stalls or not progress or not restarts:
+    if not stalls or not progress:
         return []
-    last_steps: list[int] = []
+    last_steps = [step for life in _by_document(stalls, progress) for step in life]
     bounds: list[Event | None] = [None, *restarts, None]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        inside = [s for s in stalls if _between(s, begin, end)]
-        steps = [number(p.attrs.get("last_step") or p.attrs.get("step")) for p in progress if _between(p, begin, end)]
-        known = [s for s in steps if s is not None]
-        if inside and known:
-            last_steps.append(max(known))
+    if len(last_steps) < LEAST_STALLS:
+        last_steps = []
+        for begin, end in pairwise(bounds):
+            inside = [s for s in stalls if _between(s, begin, end)]
+            made = [p for p in progress if _between(p, begin, end)]
+            last_steps += _last_step(inside, made)
     if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
         return [
             concluded(
@@ -153,6 +191,25 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
             )
         ]
     return []
+
+
+def _by_document(stalls: Sequence[Event], progress: Sequence[Event]) -> list[list[int]]:
+    """The last step of each document that stalls: a log of its own for each life."""
+    names = dict.fromkeys((e.evidence.path, e.source) for e in stalls)
+    return [
+        _last_step(
+            [e for e in stalls if (e.evidence.path, e.source) == name],
+            [p for p in progress if (p.evidence.path, p.source) == name],
+        )
+        for name in names
+    ]
+
+
+def _last_step(stalls: Sequence[Event], progress: Sequence[Event]) -> list[int]:
+    """The last step of a life that stalled, where it is known."""
+    steps = [number(p.attrs.get("last_step", p.attrs.get("step"))) for p in progress]
+    known = [s for s in steps if s is not None]
+    return [max(known)] if stalls and known else []
 
 
 def _between(event: Event, begin: Event | None, end: Event | None) -> bool:
@@ -171,3 +228,34 @@ def no_restart_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def _is_143(event: Event) -> bool:
     codes = {str(event.attrs.get(name, "")) for name in ("exit_code", "exitcode", "code", "exit")}
     return bool(codes & {"143", "143:0", "0:15"})
+
+
+def stale_store(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """After a restart ranks cannot connect to each other: they read addresses of the life before from a store that was kept."""
+    restarts = of(events, *RESTARTS)
+    for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical):
+        ends = (event, end_of(event))
+        if any(before(r, e) for r in restarts if r.signature == "elastic.restarting" for e in ends):
+            return [concluded("derived.stale_store", catalog, event, {})]
+    return []
+
+
+def outgrew_host(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """The kernel, short of memory, killed the process that a launcher reports killed: the job itself was what grew."""
+    kills = [e for e in events if e.kind == "host.oom" and e.attrs.get("pid")]
+    reported = of(events, "exit.sigkill", "elastic.rank_failed", "dataloader.worker_killed", "elastic.closing_workers")
+    pids = {str(e.attrs.get("pid")) for e in reported}
+    for kill in kills:
+        if str(kill.attrs.get("pid")) in pids or (str(kill.attrs.get("task", "")).startswith(JOB_TASKS) and reported):
+            return [concluded("derived.outgrew_host", catalog, kill, {"task": kill.attrs.get("task")})]
+    return []
+
+
+def first_failure(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Of several failed ranks the one that failed first by its own clock, whatever was printed first."""
+    failed = [e for e in of(events, "elastic.rank_failed") if e.time_ns is not None and e.rank is not None]
+    if len({e.rank for e in failed}) < 2:
+        return []
+    first = min(failed, key=lambda e: (e.time_ns or 0, not e.attrs.get("root"), e.order))
+    attrs = {"how": first.attrs.get("how"), "failed": len(failed), "host": first.node or "its host"}
+    return [concluded("derived.first_failure", catalog, first, attrs)]

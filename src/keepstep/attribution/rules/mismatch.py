@@ -26,6 +26,9 @@ ALIKE = frozenset(
 GROUPED = frozenset({"COALESCED", "_COALESCED", "SEND", "RECV", "UNKNOWN"})
 """Entries that stand for several calls, or for one side of a pair: one rank's send is another's receive."""
 
+NEAR = 8
+"""Counters of one group differ by a few calls where ranks parted; further apart they are of different groups."""
+
 FEW_RANKS = 16
 """Up to so many ranks that print no group a job has, as a rule, one group; above, groups of several kinds count alike."""
 
@@ -66,6 +69,8 @@ def _in_group(group: str | None, members: Sequence[Wait], catalog: Catalog) -> l
             return [concluded("derived.size_mismatch", catalog, same[0].event, attrs)]
     if len(by_seq) > 1 and (group is not None or len({w.op for w in stuck}) == 1):
         low, high = min(by_seq), max(by_seq)
+        if group is None and high - low > NEAR:
+            return []
         behind = sorted(w.rank for w in by_seq[low] if w.rank is not None)
         attrs = {"seq": low, "highest": high, "behind": behind[:16]}
         signature = "derived.sequence_desync" if group is not None else "derived.sequence_desync_likely"

@@ -57,7 +57,8 @@ def node_pairs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     attrs = {"pairs": sorted({f"{p.node} - {p.peer}" for p in pairs})[:16]}
     if _from_the_start(events, first):
         return [concluded("derived.transport_never_worked", catalog, first, attrs)]
-    if steps_before(events, first) > 0 and len({frozenset((p.node, p.peer)) for p in pairs}) == 1:
+    worked = steps_before(events, first) > 0 or _told(events) == "worked"
+    if worked and len({frozenset((p.node, p.peer)) for p in pairs}) == 1:
         return [concluded("derived.link_failed", catalog, first, attrs)]
     return []
 
@@ -98,14 +99,9 @@ def _common(pairs: Sequence[Pair]) -> str | None:
 
 def _from_the_start(events: Sequence[Event], first: Event) -> bool:
     """Whether the job is known to have made no step before the first failure."""
-    if steps_before(events, first) > 0:
-        return False
-    for event in of(events, "job.elapsed"):
-        iterations, seconds = number(event.attrs.get("iterations")), number(event.attrs.get("seconds"))
-        if iterations is not None and iterations > 0:
-            return False
-        if iterations == 0 or (seconds is not None and seconds <= START_S):
-            return True
+    told = _told(events)
+    if told is not None or steps_before(events, first) > 0:
+        return told == "start"
     starts = [e for e in of(events, "nccl.transport", "nccl.ready", "job.started") if before(e, first)]
     if not starts:
         return False
@@ -113,6 +109,19 @@ def _from_the_start(events: Sequence[Event], first: Event) -> bool:
     if latest.time_ns is not None and first.time_ns is not None:
         return (first.time_ns - latest.time_ns) / 1e9 <= START_S
     return any(e.signature == "nccl.transport" for e in starts)
+
+
+def _told(events: Sequence[Event]) -> str | None:
+    """What somebody wrote about the job's life: "start" when it made no step, "worked" when it had run."""
+    for event in of(events, "job.elapsed"):
+        attrs = event.attrs
+        iterations = 0 if str(attrs.get("iterations", "")).lower() == "no" else number(attrs.get("iterations"))
+        if (iterations is not None and iterations > 0) or attrs.get("unit"):
+            return "worked"
+        seconds = number(attrs.get("seconds"))
+        if iterations == 0 or attrs.get("start") or (seconds is not None and seconds <= START_S):
+            return "start"
+    return None
 
 
 def transport_changes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -155,3 +164,43 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
         )
         for _, (event, net, nics) in sorted(odd.items())
     ]
+
+
+_SETTING = re.compile(r"\b(?P<name>NCCL_[A-Z0-9_]+)=(?P<value>\w+)")
+_OFF = {
+    ("NCCL_P2P_DISABLE", "1"): "derived.works_without_p2p",
+    ("NCCL_P2P_LEVEL", "LOC"): "derived.works_without_p2p",
+    ("NCCL_NET_GDR_LEVEL", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_NET_GDR_LEVEL", "LOC"): "derived.works_without_gpu_direct",
+    ("NCCL_NET_GDR_READ", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_DMABUF_ENABLE", "0"): "derived.works_without_gpu_direct",
+    ("NCCL_IB_DISABLE", "1"): "derived.works_without_rdma",
+    ("NCCL_NVLS_ENABLE", "0"): "derived.works_without_nvls",
+    ("NCCL_CUMEM_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_MNNVL_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_RAS_ENABLE", "0"): "derived.works_without_feature",
+    ("NCCL_NET_PLUGIN", "none"): "derived.works_without_feature",
+    ("NCCL_SHM_DISABLE", "1"): "derived.works_without_shared_memory",
+}
+"""What is switched off by a setting with which a job works that does not work without."""
+_WORKS = re.compile(
+    r"(?i)\b(?:works?|worked|working|ok|okay|pass(?:es|ed)?|fixe[sd]|fixed|helps?|helped|resolve[sd]|succe\w+|"
+    r"no (?:hang|error)s?|runs? fine|#wrong +0)\b"
+)
+_WORKS_NOT = re.compile(r"(?i)\b(?:not|n't|still|no longer|fails?|hangs?|without (?:effect|success))\b")
+
+
+def workarounds(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """What a setting with which it works tells: the thing that was switched off is what does not."""
+    failed = {e.source for e in events if catalog[e.signature].severity in ("error", "fatal")}
+    for event in events:
+        text = event.evidence.text if event.signature == "job.setting_tried" else ""
+        titled = event.source if event.signature in ("job.progress", "nccl.test_passed") else ""
+        if titled in failed or not failed:
+            titled = ""
+        for setting in _SETTING.finditer(f"{titled} {text}"[:2000]):
+            signature = _OFF.get((setting["name"], setting["value"]))
+            works = bool(titled) or (_WORKS.search(text) is not None and _WORKS_NOT.search(text) is None)
+            if signature is not None and works:
+                return [concluded(signature, catalog, event, {"setting": setting.group(0)})]
+    return []

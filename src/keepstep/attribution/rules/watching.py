@@ -1,11 +1,13 @@
-"""What watching a job does to it, and what its absence means: probes that crash it, monitors that are off, dumps that are missing."""
+"""What watching a job does to it, and what its absence means: probes that crash it, dumps that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical
-from keepstep.attribution.rules.jobfacts import WAITS, concluded, of, within_s
+from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
+from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -102,12 +104,44 @@ def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Eve
         "cuda.device_assert",
         "cuda.contained",
     )
-    restarts = [e for e in of(events, "job.started") if "process" in e.evidence.text.lower()]
-    for restart in sorted(restarts, key=canonical):
+    restarts = sorted((e for e in of(events, "job.started") if is_in_process(e)), key=canonical)
+    for restart in restarts:
         for signature in sticky:
             seen = sorted(of(events, signature), key=canonical)
-            earlier = [e for e in seen if within_s(e, restart, 3600.0)]
-            later = [e for e in seen if within_s(restart, e, 600.0) and e not in earlier[:1]]
-            if earlier and later and earlier[0] is not later[-1]:
-                return [concluded("derived.context_not_recovered", catalog, later[-1], {"error": signature})]
+            if seen and before(seen[0], restart) and any(before(restart, end_of(e)) for e in seen):
+                return [concluded("derived.context_not_recovered", catalog, seen[0], {"error": signature})]
+    return []
+
+
+MONITORS_OFF = (
+    "torch.flight_recorder_off",
+    "nvrx.health_check_off",
+    "nvrx.log_funnel_off",
+    "nvrx.attribution_off",
+    "nvrx.straggler_off",
+    "nvrx.straggler_scores_nan",
+)
+FAILING_ROLES = ("root", "cascade", "symptom")
+
+
+def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A job that works, with a monitor that does not: the monitor's fault, and no news of health either."""
+    off = sorted(of(events, *MONITORS_OFF), key=canonical)
+    working = of(events, "job.progress", "elastic.succeeded", "job.train_ended")
+    if not off or not working:
+        return []
+    failing = [e for e in events if catalog[e.signature].role in FAILING_ROLES and e.signature not in MONITORS_OFF]
+    if any(catalog[e.signature].severity in ("error", "fatal") for e in failing):
+        return []
+    return [concluded("derived.monitor_off", catalog, off[0], {"monitor": off[0].evidence.text[:160]})]
+
+
+def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A hang that was declared, and steps of the same life after it."""
+    restarts = of(events, "job.started", "elastic.restarting")
+    for alarm in sorted(of(events, "monitor.hang_declared"), key=canonical):
+        for step in of(events, "job.progress"):
+            last = end_of(step)
+            if before(alarm, last) and not any(before(alarm, r) and before(r, last) for r in restarts):
+                return [concluded("derived.false_alarm", catalog, alarm, {"monitor": alarm.evidence.text[:160]})]
     return []

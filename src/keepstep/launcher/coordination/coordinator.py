@@ -75,7 +75,7 @@ class Coordinator:
         records = read_records(run_dir)
         self._read = len(records)
         self._files = CycleFiles(run_dir, self.job, config.attribution)
-        self._diagnosing = Diagnosing(run_dir, lambda found: self._queue.put_nowait(("", found)))
+        self._diagnosing = Diagnosing(run_dir, config.run_id, lambda found: self._queue.put_nowait(("", found)))
         opens = self._replay(records)
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()

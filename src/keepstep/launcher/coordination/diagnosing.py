@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepstep.launcher.bounded import run_tool
-from keepstep.launcher.coordination.incidents import ATTRIBUTED, verdict_path
-from keepstep.launcher.files import write_durable
-from keepstep.records.codec import to_pretty_json
+from keepstep.launcher.coordination.incidents import ATTRIBUTED, write_incident
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
 
@@ -38,9 +36,10 @@ class Attributed(NamedTuple):
 class Diagnosing:
     """Failed cycles that wait for a verdict, one looked at after the other."""
 
-    def __init__(self, run_dir: Path, report: Callable[[Attributed], None]) -> None:
-        """`report` gets each verdict in the event loop."""
+    def __init__(self, run_dir: Path, run_id: str, report: Callable[[Attributed], None]) -> None:
+        """`report` gets each verdict in the event loop, once its incident is written."""
         self._run_dir = run_dir
+        self._run_id = run_id
         self._report = report
         self._wanted: asyncio.Queue[tuple[str, Mark, Collection[str]]] = asyncio.Queue()
         self.open: set[str] = set()
@@ -60,7 +59,7 @@ class Diagnosing:
             self._report(result)
 
     def _diagnose(self, name: str, fault: Mark, nodes: Collection[str]) -> Attributed:
-        folder = verdict_path(self._run_dir, fault).parent
+        folder = self._run_dir / "evidence" / f"cycle-{fault.cycle:04d}"
         deadline = time.monotonic() + EVIDENCE_WAIT_S
         # A node's manifest is the last of its evidence. It may never come: the node may be gone.
         while any(not (folder / node / "host.json").exists() for node in nodes) and time.monotonic() < deadline:
@@ -74,8 +73,7 @@ class Diagnosing:
             missing = [key for key in ATTRIBUTED if key not in verdict]
             if missing:
                 return Attributed(name, fault, None, f"a verdict without {', '.join(missing)}")
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_durable(folder / "verdict.json", to_pretty_json(verdict))
+            write_incident(self._run_dir, self._run_id, name, fault, verdict)
         except (OSError, TimeoutError, ValueError, TypeError, StorageError) as error:
             return Attributed(name, fault, None, str(error))
         return Attributed(name, fault, verdict)

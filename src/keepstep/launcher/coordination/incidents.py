@@ -6,8 +6,6 @@ the same file comes of it every time.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,30 +89,25 @@ def said(verdict: Mapping[str, Any]) -> str:
     return f"{verdict['class']}{sure}: {verdict['summary']}; {verdict['action']}"
 
 
-def verdict_path(run_dir: Path, mark: Mark) -> Path:
-    """Where the whole verdict on a failed cycle lies."""
-    return run_dir / "evidence" / f"cycle-{mark.cycle:04d}" / "verdict.json"
+def incident_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "incidents" / f"{name}.json"
+
+
+def write_incident(run_dir: Path, run_id: str, name: str, mark: Mark, verdict: dict[str, Any]) -> None:
+    """Write a failed cycle's with all of its verdict. Raises StorageError."""
+    write_durable(incident_path(run_dir, name), to_pretty_json(incident_of(run_id, name, mark, verdict)))
 
 
 def write_incidents(
     run_dir: Path, run_id: str, found: list[tuple[str, Mark]], attributed: Mapping[str, Mark], wait: bool
 ) -> None:
-    """Write those that are not there yet. `attributed`: marks of the verdicts, by incident; `wait`: a failed cycle is written
-    once it has one. Raises StorageError.
+    """Write those that are not there yet, as far as the journal tells. `attributed`: marks of the verdicts, by incident; `wait`:
+    a failed cycle is written once it has one. Raises StorageError.
     """
     for name, mark in found:
         verdict = attributed.get(name)
-        path = run_dir / "incidents" / f"{name}.json"
+        path = incident_path(run_dir, name)
         if path.exists() or (wait and mark.kind == "fault" and verdict is None):
             continue
-        whole = None if verdict is None else _whole_verdict(run_dir, mark, verdict)
-        write_durable(path, to_pretty_json(incident_of(run_id, name, mark, whole)))
-
-
-def _whole_verdict(run_dir: Path, fault: Mark, verdict: Mark) -> dict[str, Any]:
-    """The verdict with its evidence; what the journal has of it when the file is gone."""
-    with contextlib.suppress(OSError, ValueError):
-        whole = json.loads(verdict_path(run_dir, fault).read_bytes())
-        if isinstance(whole, dict):
-            return whole
-    return {key: verdict.attrs[key] for key in ATTRIBUTED if key in verdict.attrs}
+        known = None if verdict is None else {key: verdict.attrs[key] for key in ATTRIBUTED if key in verdict.attrs}
+        write_durable(path, to_pretty_json(incident_of(run_id, name, mark, known)))

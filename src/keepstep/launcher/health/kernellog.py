@@ -14,6 +14,7 @@ import msgspec
 
 from keepstep.launcher.bounded import run_tool
 from keepstep.launcher.clock import boot_ns
+from keepstep.records.codec import rfc3339
 from keepstep.sources.kernel.records import parse_kmsg, read_records
 
 LIMIT_BYTES = 2 << 20
@@ -143,7 +144,10 @@ def _from_tools(since_s: float, deadline: float, problem: str) -> KernelLog:
 
 def write_log(log: KernelLog, folder: Path) -> None:
     """kernel.log and, where there are any, kernel-xid.log. A log that could not be read is a file that says so. Raises OSError."""
-    head = f"# source: {log.source}\n"
+    # Its own clock, which stops in suspend as CLOCK_MONOTONIC does: with it the lines have times.
+    began_ns = time.time_ns() - time.monotonic_ns()
+    began = f"# boot at {rfc3339(began_ns)}\n"
+    head = f"# source: {log.source}\n{began}"
     if log.problem:
         head += f"# {log.problem}\n"
     if log.dropped_lines:
@@ -152,4 +156,4 @@ def write_log(log: KernelLog, folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         (folder / "kernel-xid.log").unlink()
     if log.xids:
-        (folder / "kernel-xid.log").write_text("".join(f"{line}\n" for line in log.xids), errors="replace")
+        (folder / "kernel-xid.log").write_text(began + "".join(f"{line}\n" for line in log.xids), errors="replace")

@@ -1,6 +1,6 @@
 """Summaries of a job's lives, one line a cycle in key=value form, and listings of flight-recorder dumps.
 
-A cycle line names a cycle, attempt or restart and what came of it: `cycle=2 start t+5s cuda:0 free 70/184 GiB -> RuntimeError: ...`.
+A cycle line names a cycle, attempt or restart and what came of it: `cycle=2 start t+5s free 70/184 GiB -> RuntimeError: ...`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ CYCLE_TRIGGERS = ("cycle", "attempt", "restart", "Cycle", "Attempt", "Restart")
 DUMP_TRIGGERS = ("_rank_", "trace_", "rank")
 
 _CYCLE = re.compile(r"(?i)(?:^|[\s\[(])(?:cycle|attempt|restart(?:_count)?)[ =:#]+(?P<cycle>\d{1,6})\b(?P<rest>.*)$")
+_QUICK = re.compile("[Cc]ycle|[Aa]ttempt|[Rr]estart|CYCLE|ATTEMPT")
 _PAIR = re.compile(r"(?<![\w.])(?P<key>[A-Za-z_][\w.]{0,40})=(?P<value>\"[^\"]{0,200}\"|[^\s,;]{1,200})")
 _SIGNAL = re.compile(r"\b(?P<signal>SIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|USR[12]))\b")
 _OUTCOME = re.compile(r"(?P<type>(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception))\b(?:: (?P<message>.*))?$")
 _STEP = re.compile(r"(?i)\b(?:step|iter(?:ation)?)s?[ =:]+(?P<step>\d{1,12})\b")
-_DUMP = re.compile(r"(?:nccl_trace_rank_|comm_lib_trace_rank_|(?:^|[/\s])(?:fr_)?(?:trace|dump)_(?:rank_?)?)(?P<rank>\d{1,7})(?:\.\w+)?(?=\s|$)")
+_DUMP = re.compile(
+    r"(?:nccl_trace_rank_|comm_lib_trace_rank_|(?:^|[/\s])(?:fr_)?(?:trace|dump)_(?:rank_?)?)(?P<rank>\d{1,7})(?:\.\w+)?(?=\s|$)"
+)
 _LISTED = re.compile(r"^(?:ls|find|tree|du)\b|(?i:dump|trace)")
 
 
@@ -36,7 +39,7 @@ def read_cycles(document: Document, catalog: Catalog) -> Iterator[Event]:
     count = 0
     for line in document.lines:
         text = line.text
-        match = _CYCLE.search(text[:2000])
+        match = _CYCLE.search(text[:2000]) if _QUICK.search(text) is not None else None
         if match is None:
             continue
         pairs = {m["key"].lower(): m["value"].strip('"') for m in _PAIR.finditer(text[:2000])}

@@ -77,7 +77,9 @@ def _failure(fields: dict[str, str], root: bool, line: Line, document: Document,
         "error_file": None if fields.get("error_file") in (None, "<N/A>") else fields["error_file"],
         "traceback": fields["traceback"],
     }
-    event = event_at("elastic.rank_failed", line, document, catalog, attrs, text="; ".join(f"{k}: {v}" for k, v in fields.items()))
+    event = event_at(
+        "elastic.rank_failed", line, document, catalog, attrs, text="; ".join(f"{k}: {v}" for k, v in fields.items())
+    )
     when = _local_ns(fields.get("time", ""))
     changes: dict[str, Any] = {"node": host or line.node}
     if when is not None:

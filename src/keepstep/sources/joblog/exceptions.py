@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from keepstep.catalog.exceptions import communicates, exception_signature, raised_by, whose
@@ -35,7 +36,8 @@ _GROUP = re.compile(r"^(?P<bars>(?:\s*[|+](?: |$|-+ ?\d* ?-*))+)")
 _CAUSE = re.compile(r"The above exception was the direct cause of the following exception:")
 _DURING = re.compile(r"During handling of the above exception, another exception occurred:")
 _BARE = re.compile(
-    r"^(?:.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |-> ?|\[\w+\] ))?"
+    r"^(?:[\w.-]{1,63}: |.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |"
+    r"-> ?|\| |, failed: |\[\w+\] ))?"
     r"(?P<type>(?:[a-z_][\w]*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|NotFound|Timeout)): (?P<message>\S.*)$"
 )
 
@@ -60,12 +62,8 @@ class Raised(NamedTuple):
 
 def read_exceptions(document: Document, catalog: Catalog) -> Iterator[Event]:
     """An event for each chain of tracebacks, and for each line that names an exception of the program without a traceback."""
-    found = 0
-    for chain in _chains(document):
+    for chain in islice(_chains(document), MAX_EVENTS):
         yield _event(chain, document, catalog)
-        found += 1
-        if found >= MAX_EVENTS:
-            return
 
 
 class _Reading:

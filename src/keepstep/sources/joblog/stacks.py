@@ -1,4 +1,4 @@
-"""What a rank was doing when somebody asked for its stack: faulthandler's and py-spy's dumps, and torch's stack of a failed collective.
+"""What a rank was doing when its stack was taken: faulthandler's and py-spy's dumps, and torch's stack of a failed collective.
 
 Formats: CPython faulthandler.c ("Thread 0x... (most recent call first):"), py-spy dump ("Thread 7 (idle): "MainThread""), torch
 ProcessGroupNCCL ("Stack trace of the failed collective:" with "#0 name from file:line").
@@ -35,12 +35,27 @@ _COLLECTIVE_NAMES = re.compile(
     r"^(?:all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|monitored_barrier|all_?to_?all|gather|scatter|reduce|send|recv|"
     r"isend|irecv|batch_isend_irecv|wait|synchronize|wait_tensor|_?all_?gather_\w+|_?reduce_scatter_\w+|\w*_object|\w*_object_list)$"
 )
-_COLLECTIVE_FILES = ("torch/distributed/", "torch/nn/parallel/", "torch/_C/_distributed", "deepspeed/comm/", "megatron/core/parallel_state")
+_COLLECTIVE_FILES = (
+    "torch/distributed/",
+    "torch/nn/parallel/",
+    "torch/_C/_distributed",
+    "deepspeed/comm/",
+    "megatron/core/parallel_state",
+)
 _WORK: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("teardown", re.compile(r"destroy_process_group|\bshutdown\b|::shutdown|_abort|atexit|__del__|finalize_model_parallel")),
+    (
+        "teardown",
+        re.compile(r"destroy_process_group|\bshutdown\b|::shutdown|_abort|atexit|__del__|finalize_model_parallel"),
+    ),
     ("saving", re.compile(r"save|checkpoint|ckpt|torch/serialization|safetensors|_write|upload|fsync", re.IGNORECASE)),
     ("evaluating", re.compile(r"eval|validat|infer|generate|predict|metric|plot|sample", re.IGNORECASE)),
-    ("data", re.compile(r"dataloader|dataset|data_loader|tokeniz|preprocess|collate|datasets/|fetch|webdataset|streaming", re.IGNORECASE)),
+    (
+        "data",
+        re.compile(
+            r"dataloader|dataset|data_loader|tokeniz|preprocess|collate|datasets/|fetch|webdataset|streaming",
+            re.IGNORECASE,
+        ),
+    ),
     ("compiling", re.compile(r"_dynamo|_inductor|triton|compile|autotune|cpp_extension|cudagraph", re.IGNORECASE)),
     ("loading", re.compile(r"load|restore|from_pretrained|download|hub", re.IGNORECASE)),
 )
@@ -143,7 +158,11 @@ def _event(begun: Line, frames: list[StackFrame], note: str, document: Document,
     shown = f"{own.path.rpartition('/')[2]}:{own.line} {own.name}" if own.path else own.name
     if collective is not None:
         attrs = {"collective": collective, "frame": shown}
-        return event_at("stack.collective", begun, document, catalog, attrs, text=f"waits in {collective}, from {shown}")
+        return event_at(
+            "stack.collective", begun, document, catalog, attrs, text=f"waits in {collective}, from {shown}"
+        )
     what = doing(frames)
     attrs = {"doing": what, "frame": shown, "innermost": frames[0].name}
-    return event_at("stack.outside", begun, document, catalog, attrs, text=f"in {frames[0].name} ({what}), from {shown}")
+    return event_at(
+        "stack.outside", begun, document, catalog, attrs, text=f"in {frames[0].name} ({what}), from {shown}"
+    )

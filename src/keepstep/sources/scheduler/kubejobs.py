@@ -54,7 +54,7 @@ def node_object_events(found: Found, document: Document, catalog: Catalog) -> It
         return note(catalog, signature, document, line_of(found, *words), at=at, node=node, attrs=attrs)
 
     for condition in list_at(value, "status", "conditions"):
-        yield from _node_condition(condition, made)
+        yield from node_condition(condition, made)
     if text_at(value, "spec", "unschedulable").lower() == "true":
         yield made("k8s.node_cordoned", "unschedulable")
     for taint in list_at(value, "spec", "taints"):
@@ -69,7 +69,8 @@ def node_object_events(found: Found, document: Document, catalog: Catalog) -> It
             yield made("k8s.node_gpus_missing", device, device=device, allocatable=have, capacity=want)
 
 
-def _node_condition(condition: Mapping[str, Any], made: Maker) -> Iterator[Event]:
+def node_condition(condition: Mapping[str, Any], made: Maker) -> Iterator[Event]:
+    """A condition of a node, and what it says where it is one that the kubelet sets."""
     kind, state, reason = text_at(condition, "type"), text_at(condition, "status"), text_at(condition, "reason")
     if not kind or state not in ("True", "False", "Unknown"):
         return

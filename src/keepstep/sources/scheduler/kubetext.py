@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
-from keepstep.sources.scheduler.kubejobs import NODE_TAINTS
-from keepstep.sources.scheduler.kubepods import DISRUPTIONS, WAITING, terminated
+from keepstep.sources.scheduler.kubejobs import NODE_TAINTS, node_condition
+from keepstep.sources.scheduler.kubepods import WAITING, terminated
 from keepstep.sources.scheduler.making import Maker, note
 from keepstep.sources.scheduler.tables import Row, rows
 
@@ -33,6 +33,11 @@ _STATUS = {
 """STATUS column of kubectl get pods, where it is a reason."""
 
 _FIELD = re.compile(r"^(?P<indent> *)(?P<key>[A-Z][A-Za-z0-9 /().-]*?):(?:\s+(?P<value>.*?))?\s*$")
+_DATE = r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}"
+_CONDITION = re.compile(
+    rf"^\s+(?P<type>[A-Z]\w+)\s+(?P<status>True|False|Unknown)\s+(?P<heartbeat>{_DATE})\s+(?P<transition>{_DATE})"
+    r"\s+(?P<reason>\w+)\s*(?P<message>.*)$"
+)
 _BARE = re.compile(r"^(?P<indent> +)(?P<key>[\w./-]+):\s+(?P<value>\S+)\s*$")
 
 
@@ -197,11 +202,30 @@ def _node_described(part: Sequence[Field], node: str | None, document: Document,
                     yield note(catalog, signature, document, field.line, node=node, attrs={"taint": key})
 
 
-def condition_rows(document: Document, catalog: Catalog) -> Iterator[Event]:
-    """The table of conditions inside a description of a pod: DisruptionTarget True, without its reason."""
+def node_condition_events(document: Document, catalog: Catalog) -> list[Event]:
+    """The table of conditions in a description of a node: Type Status LastHeartbeatTime LastTransitionTime Reason Message."""
+    node = next((f.value for f in fields(document) if f.key == "Name" and f.indent == 0), None)
+    found: list[Event] = []
     for line in document.lines:
-        words = line.raw.split()
-        if len(words) == 2 and words == ["DisruptionTarget", "True"] and line.raw[:1] == " ":
-            yield note(catalog, "k8s.evicted", document, line, attrs={"condition": "DisruptionTarget"})
-        elif len(words) >= 2 and words[0] in DISRUPTIONS and words[1] == "True" and line.raw[:1] == " ":
-            yield note(catalog, DISRUPTIONS[words[0]], document, line, attrs={"condition": words[0]})
+        match = _CONDITION.match(line.raw)
+        if match is None:
+            continue
+
+        def made(signature: str, *_words: str, at: object = None, _line: Line = line, **attrs: Any) -> Event:
+            return note(catalog, signature, document, _line, at=at, node=node or None, attrs=attrs)
+
+        condition = {
+            "type": match["type"], "status": match["status"], "lastHeartbeatTime": match["heartbeat"],
+            "lastTransitionTime": match["transition"], "reason": match["reason"], "message": match["message"],
+        }  # fmt: skip
+        found += node_condition(condition, made)
+    return found
+
+
+def condition_events(document: Document, catalog: Catalog) -> list[Event]:
+    """The table of conditions inside a description of a pod: DisruptionTarget True, without its reason."""
+    return [
+        note(catalog, "k8s.evicted", document, line, attrs={"condition": "DisruptionTarget"})
+        for line in document.lines
+        if line.raw[:1] == " " and line.raw.split() == ["DisruptionTarget", "True"]
+    ]

@@ -19,12 +19,15 @@ MAX_EVENTS = 1_000_000
 MAX_DEPTH = 64
 MAX_ALIASES = 0
 """Kubernetes never prints aliases; a text with some is not from there, and could grow without bound."""
+MAX_BLOCKS = 2000
+"""Runs of lines of one document that are tried as YAML; a log with more of them is none."""
 RETRIES = 4
 """Times a text is tried again without the lines at which YAML broke off."""
 
 _OPEN = re.compile(
     r"^(?:- )?(?:apiVersion|kind|metadata|spec|status|items|conditions|containerStatuses|phase|restarts):(?:\s|$)"
 )
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|["{}\[\]]')
 _KEY = re.compile(r"""^(?:- |[\w./-]+:(?:\s|$)|["'][\w./-]+["']:(?:\s|$)|#|\s|$)""")
 
 
@@ -59,19 +62,15 @@ def _spread(value: object, line: Line, lines: tuple[Line, ...], depth: int) -> I
 
 
 def _json_values(document: Document) -> Iterator[tuple[object, Line, tuple[Line, ...]]]:
-    """The document as one JSON text, or else each run of lines from one that begins with a brace to where it parses."""
+    """The document as one JSON text, or else each run of lines from one that begins with a brace to where it is closed."""
     lines = document.lines
     index = 0
     while index < len(lines):
-        text = lines[index].raw.lstrip()
-        if not text.startswith(("{", "[{")):
+        if not lines[index].raw.lstrip().startswith(("{", "[{")):
             index += 1
             continue
-        end = _json_end(lines, index)
-        if end is None:
-            index += 1
-            continue
-        value = _decoded("\n".join(at.raw for at in lines[index:end]))
+        end, closed = _json_end(lines, index)
+        value = _decoded("\n".join(at.raw for at in lines[index:end])) if closed else None
         if value is not None:
             yield value, lines[index], lines[index:end]
         index = end
@@ -84,29 +83,18 @@ def _decoded(text: str) -> object:
         return None
 
 
-def _json_end(lines: Sequence[Line], begin: int) -> int | None:
-    """Index after the line at which all brackets of a JSON text are closed; None when they never are."""
-    depth, inside, escaped = 0, False, False
+def _json_end(lines: Sequence[Line], begin: int) -> tuple[int, bool]:
+    """Index after the line at which all brackets of a JSON text are closed, or at which it cannot go on; and which of both."""
+    depth = 0
     for index in range(begin, len(lines)):
-        for char in lines[index].raw:
-            if inside:
-                if escaped:
-                    escaped = False
-                elif char == "\\":
-                    escaped = True
-                elif char == '"':
-                    inside = False
-            elif char == '"':
-                inside = True
-            elif char in "{[":
-                depth += 1
-            elif char in "}]":
-                depth -= 1
+        for token in _JSON_TOKEN.finditer(lines[index].raw):
+            mark = token.group()
+            if mark == '"':
+                return index + 1, False  # a string of JSON ends on its line
+            depth += (mark in "{[") - (mark in "}]") if len(mark) == 1 else 0
         if depth <= 0:
-            return index + 1
-        if inside or index - begin > 2_000_000:
-            return None  # a string of JSON ends on its line
-    return None
+            return index + 1, True
+    return len(lines), False
 
 
 # ---- YAML
@@ -114,8 +102,8 @@ def _json_end(lines: Sequence[Line], begin: int) -> int | None:
 
 def _yaml_values(document: Document) -> Iterator[tuple[object, Line, tuple[Line, ...]]]:
     lines = document.lines
-    index = 0
-    while index < len(lines):
+    index = blocks = 0
+    while index < len(lines) and blocks < MAX_BLOCKS:
         if not _OPEN.match(lines[index].raw):
             index += 1
             continue
@@ -123,7 +111,7 @@ def _yaml_values(document: Document) -> Iterator[tuple[object, Line, tuple[Line,
         while end < len(lines) and _KEY.match(lines[end].raw) and not lines[end].raw.startswith("---"):
             end += 1
         yield from _yaml_block(lines[index:end])
-        index = end
+        index, blocks = end, blocks + 1
 
 
 def _yaml_block(lines: Sequence[Line]) -> Iterator[tuple[object, Line, tuple[Line, ...]]]:

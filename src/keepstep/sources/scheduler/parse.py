@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -17,36 +18,51 @@ from keepstep.sources.scheduler.objects import Found, objects
 MAX_LINES = 400_000
 """Lines of a document that is looked at as a whole; no record of a scheduler is longer, and logs are read line by line."""
 
-_HINT = re.compile(
-    r"(?i)jobid|jobstate|nodename=|nodelist|slurm|apiversion|kind:|\"kind\"|status|conditions|restart|exit code|capacity|memory\.|"
-    r"hostnames|latest|global_step|iter_|checkpoint|step"
-)
+Reader = Callable[[Document, Catalog], list[Event]]
+
+_SLURM_TABLE = re.compile(r"(?i)jobid|nodelist|hostnames")
+_COMMAND = re.compile(r"(?:\S*/)?(?:squeue|sinfo|sacct)\b")
 
 
 def parse(document: Document, catalog: Catalog) -> list[Event] | None:
     """Events of everything in a document that a scheduler, kubectl, a cgroup or a checkpoint folder printed; None for none."""
     if len(document.lines) > MAX_LINES:
         return None
-    named = document.title.strip()
-    if not (named or any(_HINT.search(line.raw) for line in document.lines[:2000])):
-        return None
-    found = slurm.table_events(document, catalog)
-    found += slurm.scontrol_events(document, catalog)
-    found += slurm.environment_events(document, catalog)
-    found += kubetext.table_events(document, catalog)
-    found += kubetext.describe_events(document, catalog)
-    found += kubetext.condition_rows(document, catalog)
-    for item in objects(document):
-        found += _object(item, document, catalog)
-    found += memory_events(document, catalog)
-    found += folder_events(document, catalog)
+    text = "\n".join(line.raw for line in document.lines)
+    found: list[Event] = []
+    for reader in _readers(text, document.title.strip()):
+        found += reader(document, catalog)
     return found or None
+
+
+def _readers(text: str, title: str) -> list[Reader]:
+    """The readers that can find something in a text: a log is looked at by none of them more than once."""
+
+    def has(*words: str) -> bool:
+        return any(word in text for word in words)
+
+    wanted: list[tuple[bool, Reader]] = [
+        (_COMMAND.match(title) is not None or _SLURM_TABLE.search(text) is not None, slurm.table_events),
+        (has("JobId=", "NodeName="), slurm.scontrol_events),
+        (has("SLURM_JOB"), slurm.environment_events),
+        (has("STATUS") and has("READY", "ROLES", "VERSION"), kubetext.table_events),
+        (has("Exit Code:", "Restart Count:", "Last State:", "Allocatable:", "Node:"), kubetext.describe_events),
+        (has("DisruptionTarget"), kubetext.condition_events),
+        (has("LastTransitionTime"), kubetext.node_condition_events),
+        (has("kind", "phase", "onditions", "containerStatuses", '"jobs"', '"nodes"'), _all_objects),
+        (has("memory.") or "memory." in title, memory_events),
+        (True, folder_events),
+    ]
+    return [reader for able, reader in wanted if able]
+
+
+def _all_objects(document: Document, catalog: Catalog) -> list[Event]:
+    return [e for item in objects(document) for e in _object(item, document, catalog)]
 
 
 def _object(item: Found, document: Document, catalog: Catalog) -> list[Event]:
     if is_pod(item.value):
         return list(pod_events(item, document, catalog))
-    slurm_like = isinstance(item.value.get("meta"), dict) and ("jobs" in item.value or "nodes" in item.value)
-    if slurm_like:
+    if isinstance(item.value.get("meta"), dict) and ("jobs" in item.value or "nodes" in item.value):
         return slurm.json_events(item.value, item.line, document, catalog)
     return list(object_events(item, document, catalog))

@@ -21,7 +21,10 @@ from keepstep.sources.scheduler.tables import Row, rows
 MAX_NODES = 512
 """Nodes of one record that get an event each; a longer list is one event without a node."""
 
-_ASSIGN = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*(?:\(Reason\))?)=")
+MAX_EVENTS = 50_000
+"""Events of the tables of one document; what comes after is more of the same."""
+
+_ASSIGN = re.compile(r"(?:^|\s)([A-Z][\w/:]*(?:\(Reason\))?)=")
 _START = re.compile(r"^(?:JobId|NodeName)=\S")
 _ENVIRON = re.compile(r"^(?:export )?(SLURM\w*)=(.*)$")
 _DOWN = re.compile(r"DOWN|NO_RESPOND|NOT_RESPONDING|\*$", re.IGNORECASE)
@@ -34,6 +37,8 @@ def table_events(document: Document, catalog: Catalog) -> list[Event]:
     found: list[Event] = []
     sacct = False
     for row in rows(document):
+        if len(found) > MAX_EVENTS:
+            break
         cells = row.cells
         sacct = sacct or "exitcode" in cells
         if "jobid" in cells or "jobidraw" in cells:
@@ -128,8 +133,9 @@ def assignments(lines: Sequence[Line]) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in lines:
         marks = list(_ASSIGN.finditer(line.raw))
-        for mark, after in zip(marks, [*marks[1:], None], strict=True):
-            value = line.raw[mark.end() : after.start() if after else None].strip()
+        ends = [m.start() for m in marks[1:]] + [len(line.raw)]
+        for mark, end in zip(marks, ends, strict=False):
+            value = line.raw[mark.end() : end].strip()
             found.setdefault(mark[1], value)
     return found
 

@@ -13,6 +13,9 @@ from keepstep.sources.scheduler.making import moment, note
 USER_SIGNALS = (10, 12)
 """SIGUSR1 and SIGUSR2 on Linux: what `sbatch --signal` sends as a warning."""
 
+NO_OUTPUT = 53
+"""Signal number in the exit code of a job whose output file could not be opened, so that it never ran."""
+
 SIGNATURES = {
     "NODE_FAIL": "slurm.job_node_fail",
     "PREEMPTED": "slurm.job_preempted",
@@ -130,6 +133,8 @@ def job_events(row: JobRow, line: Line, document: Document, catalog: Catalog) ->
         return note(catalog, signature, document, line, at=at, node=sole, job=row.job, attrs={**attrs, **more})
 
     found = []
+    if row.exit == (0, NO_OUTPUT) and not row.step:
+        found.append(made("slurm.output_path"))
     warned = signal_of(row) in USER_SIGNALS and row.state in ("FAILED", "CANCELLED")
     if warned:
         found.append(made("slurm.user_signal"))

@@ -78,10 +78,11 @@ def rows(document: Document) -> Iterator[Row]:
 
 def _header(text: str) -> list[str]:
     """Words of a header. Two spaces part headers that have one inside ("LAST SEEN"); tables of Slurm have one only."""
-    wide = [w for w in _WIDE.split(text.strip()) if w]
-    if len(wide) >= 2 and is_header(wide):
-        return wide
-    return text.split() if text[:1].isspace() or text[:1].isupper() else []
+    if not text[:1].isspace() and not text[:1].isupper():
+        return []
+    words, wide = text.split(), [w for w in _WIDE.split(text.strip()) if w]
+    known = sum(header_word(w) in _KNOWN for w in words)
+    return words if known == len(words) or not is_header(wide) else wide
 
 
 def _piped(lines: Sequence[Line], index: int) -> Generator[Row, None, int]:

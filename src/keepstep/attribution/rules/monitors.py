@@ -1,0 +1,55 @@
+"""What monitors hold against a machine, beside the machine's own signs of health."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.attribution.order import compare
+from keepstep.catalog.load import Catalog
+from keepstep.records.event import Event
+
+HEALTH = frozenset({"monitor.ok", "monitor.healthy", "dcgm.diag_passed", "condition.good", "k8s.node_ready"})
+"""Somebody looked at the devices and found them working."""
+LATCHED = frozenset({"monitor.state_gpu", "monitor.state_other", "monitor.still_cordoned"})
+"""States without a time, and those that are known to go on after health was seen: any sign of it will do."""
+RECORDS = frozenset(
+    {"condition.own", "condition.platform", "monitor.cannot_look", "monitor.replayed", "monitor.cancelled_as_done"}
+    | {"k8s.node_condition", "k8s.node_cordoned"}
+)
+"""What a controller keeps of an earlier look: taken back by a sign of health that is not older."""
+
+
+def latched(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """One event for what is held against machines although they have shown health since.
+
+    It clears records of monitors and controllers only, never what the kernel, the driver or a counter said: checks on an idle
+    machine pass whatever its memory does under load.
+    """
+    health = [e for e in events if e.signature in HEALTH]
+    held = [e for e in events if e.signature in LATCHED | RECORDS and _outlived(e, health)]
+    if not held:
+        return []
+    # Placed where the last of it was said: a record that goes on is cleared with what it quotes.
+    newest = max((*health, *(e for e in held if e.signature in LATCHED)), key=lambda e: (e.time_ns or 0, e.order))
+    entry = catalog["derived.monitor.latched"]
+    return [
+        Event(
+            kind=entry.kind,
+            signature=entry.id,
+            severity=entry.severity,
+            source="rules",
+            time_ns=newest.time_ns,
+            time_quality=newest.time_quality,
+            order=newest.order,
+            node=newest.node,
+            evidence=newest.evidence,
+        )
+    ]
+
+
+def _outlived(event: Event, health: Sequence[Event]) -> bool:
+    """Whether a sign of health of the same machine is there: a later one, or any for a state without a time."""
+    near = [h for h in health if h.node is None or event.node is None or h.node == event.node]
+    if event.signature in LATCHED:
+        return bool(near)
+    return any(compare(event, h) != "after" for h in near)
