@@ -123,6 +123,7 @@ def test_lines_of_other_things_give_no_series(text: str) -> None:
         ("all_reduce_ms", "", "wait"),
         ("AllReduce time", "", "wait"),
         ("dataloader_s", "", "host"),
+        ("input_wait_ms", "", "host"),
         ("step_time", "", "step"),
         ("gpu_relative_perf", "", "score"),
         ("tokens_per_s", "", "throughput"),
@@ -135,6 +136,29 @@ def test_lines_of_other_things_give_no_series(text: str) -> None:
 )
 def test_what_a_name_measures(name: str, unit: str, kind: str | None) -> None:
     assert metric_kind(name, unit) == kind
+
+
+def test_what_a_sentence_says_of_limits_and_of_all_ranks() -> None:
+    (event,) = of(
+        parsed(tables.parse, "power limit 400 W (default 700 W) on every GPU of row C\n"), "gpu.power_limit_low"
+    )
+    assert event.attrs["value"] == 400
+    text = "rank times: step time 1.00 s -> 1.38 s since 13:00 on all ranks\n"
+    (event,) = of(parsed(tables.parse, text), "straggler.all_slow_said")
+    assert event.attrs["ratio"] == 1.38
+    for other in (text.replace("1.38", "1.02"), text.replace("all ranks", "rank 3"), "rank 0 up at 13:00 18:00\n"):
+        assert not of(tables.parse(document(other), shipped()) or [], "straggler.all_slow_said")
+
+
+def test_extremes_of_reports_name_the_slowest_rank() -> None:
+    one_line = "^^^^ Rank: 0 | MnRtt/Rnk: 812.10ms/17 | MxRtt/Rnk: 1411.88ms/45 | MnETpt/Rnk: 80.0TF/9 | MxETpt/Rnk: 90.0TF/2\n"
+    (event,) = of(parsed(tables.parse, one_line * 3), "straggler.slowest")
+    assert event.attrs["slowest"] == ["45", "45", "45"]
+    apart = "\t Train MinThroughput/Rank: 88.10TF/19\n\t Train MaxThroughput/Rank: 129.50TF/2\n"
+    (event,) = of(parsed(tables.parse, "rank\n" + apart * 3), "straggler.slowest")
+    assert event.attrs["slowest"] == ["19", "19", "19"]
+    even = "\t Train MinThroughput/Rank: 129.00TF/19\n\t Train MaxThroughput/Rank: 129.50TF/2\n"
+    assert tables.parse(document("rank\n" + even * 3), shipped()) is None
 
 
 SCRAPE = 'DCGM_FI_DEV_{}{{gpu="{}",UUID="GPU-{}{}",pci_bus_id="00000000:0{}:00.0",Hostname="s9"}} {} {}\n'

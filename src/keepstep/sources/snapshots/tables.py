@@ -52,6 +52,16 @@ _SAID = re.compile(
     r"\b(?P<what>(?:hw|sw)[ _-]?(?:thermal|power[ _-]?brake|slowdown)(?:[ _-]?slowdown)?)\s*(?::|=|is)?\s*(?:active|engaged)\b",
     re.IGNORECASE,
 )
+_SAID_LIMIT = re.compile(
+    r"power (?:limit|cap)\D{0,20}(?P<limit>\d{2,4}) ?W\b\W{0,4}(?:default|of|tdp|instead of|max(?:imum)?|normal(?:ly)?)\D{0,12}(?P<usual>\d{2,4}) ?W\b",
+    re.IGNORECASE,
+)
+_SAID_SLOWER = re.compile(
+    r"\b(?:step|iter(?:ation)?)[ _]?time\D{0,16}(?P<was>\d[\d.]*) ?(?P<unit>ms|s)? ?(?:->|=>|→|to) ?(?P<now>\d[\d.]*) ?(?P=unit)?",
+    re.IGNORECASE,
+)
+_ALL = re.compile(r"\b(?:all|every) (?:the )?(?:\d+ )?(?:ranks?|nodes?|gpus?|hosts?|workers?)\b", re.IGNORECASE)
+LEAST_SLOWER = 1.1
 _LISTED = re.compile(r"\s*[HS]W [A-Za-z ]+?\s*:\s*(?:Not )?Active\s*\Z")
 """A line of the tool's own listing, which has its reader."""
 _EXTREMES = re.compile(
@@ -73,11 +83,19 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
         return None
     rows = list(read(document))
     # What nvidia-smi wrote itself has its own reader.
-    samples = [] if smi_csv.read(document) else _gpu_samples(rows) + _said(document, rows)
+    samples = (
+        []
+        if smi_csv.read(document)
+        else [
+            *_gpu_samples(rows),
+            *_said(document, rows),
+            *_said_limits(document),
+        ]
+    )
     events = gpu_events(samples, document, catalog)
     events += total_events(_totals(rows), document, catalog)
     events += _series(rows, document, catalog)
-    events += _slowest(rows, document, catalog)
+    events += _slowest(rows, document, catalog) + _said_slower(document, catalog)
     return events[:EVENTS_LIMIT] or None
 
 
@@ -122,6 +140,31 @@ def _said(document: Document, rows: Iterable[Row]) -> list[GpuSample]:
         if sample is not None:
             samples.append(sample)
     return samples
+
+
+def _said_limits(document: Document) -> list[GpuSample]:
+    """A power limit and its default in a sentence: "power limit 400 W (default 700 W)"."""
+    samples = []
+    for line in document.lines:
+        match = _SAID_LIMIT.search(line.text[:LINE_LIMIT])
+        if match is not None:
+            building = Building()
+            building.set(BY_NAME["power_limit"], match["limit"], line)
+            building.set(BY_NAME["power_default"], match["usual"], line)
+            samples += [s for s in [building.finish()] if s is not None]
+    return samples
+
+
+def _said_slower(document: Document, catalog: Catalog) -> list[Event]:
+    """A sentence that all ranks became slower: "step time 1.00 s -> 1.38 s on all ranks"."""
+    for line in document.lines:
+        match = _SAID_SLOWER.search(line.text[:LINE_LIMIT])
+        if match is None or _ALL.search(line.text[:LINE_LIMIT]) is None:
+            continue
+        was, now = number(match["was"]), number(match["now"])
+        if was and now and now >= LEAST_SLOWER * was:
+            return [make(catalog, "straggler.all_slow_said", document, line, attrs={"ratio": round(now / was, 2)})]
+    return []
 
 
 def _set_level(building: Building, value: Value, line: Line) -> None:
