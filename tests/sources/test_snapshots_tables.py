@@ -79,7 +79,12 @@ def test_scores_that_are_not_numbers_are_kept_as_such() -> None:
 
 
 def test_a_table_of_gpus_becomes_samples() -> None:
-    text = "# gpu   pwr gtemp mtemp    sm   mem  mclk  pclk\n# Idx     W     C     C     %     %   MHz   MHz\n    0   651    64    71   100    44  2619  1965\n    3   301    58    66   100    21  2619   960\n"
+    text = (
+        "# gpu   pwr gtemp mtemp    sm   mem  mclk  pclk\n"
+        "# Idx     W     C     C     %     %   MHz   MHz\n"
+        "    0   651    64    71   100    44  2619  1965\n"
+        "    3   301    58    66   100    21  2619   960\n"
+    )
     samples = of(parsed(tables.parse, text), "gpu.sample")
     assert [e.gpu.index for e in samples if e.gpu] == [0, 3]
     assert samples[1].attrs["levels"] == {
@@ -255,7 +260,10 @@ def test_health_reports_as_table_and_as_json() -> None:
     assert [(e.signature, e.gpu.index if e.gpu else None) for e in events if e.attrs["test"] == "Memory system"] == [
         ("dcgm.health_failure", 4)
     ]
-    old = "| Health Monitor Report |\n| Overall Health | Warning |\n| GPU ID: 2 | Warning |\n|  | Thermal system: Warning - Detected thermal violation |\n"
+    old = (
+        "| Health Monitor Report |\n| Overall Health | Warning |\n| GPU ID: 2 | Warning |\n"
+        "|  | Thermal system: Warning - Detected thermal violation |\n"
+    )
     assert [e.signature for e in parsed(dcgm.parse, old)] == ["dcgm.health_warning"]
 
 
@@ -308,7 +316,11 @@ def test_diagnostics_as_json_and_in_one_line() -> None:
     ]
 
 
-NCCL = "# nThread 1 nGpus 1\n#  Rank  0 Group 0 Pid 1 on  {} device  0 [0x42] NVIDIA H100\n  1073741824     268435456     float     sum      -1    5000  200.1  375.0  {}  5001  200.0  374.0      0\n# Avg bus bandwidth    : {}\n"
+NCCL = (
+    "# nThread 1 nGpus 1\n#  Rank  0 Group 0 Pid 1 on  {} device  0 [0x42] NVIDIA H100\n"
+    "  1073741824     268435456     float     sum      -1    5000  200.1  375.0  {}  5001  200.0  374.0      0\n"
+    "# Avg bus bandwidth    : {}\n"
+)
 
 
 def test_nccl_tests_give_the_best_bandwidth_of_their_machines() -> None:
@@ -322,7 +334,10 @@ def test_wrong_results_are_a_fault_at_once() -> None:
 
 
 def test_matrices_of_bandwidth_tests() -> None:
-    text = "memcpy CE CPU(row) -> GPU(column) bandwidth (GB/s)\n           0         1         2\n 0     55.31     55.28     13.02\n\nSUM x 1\n"
+    text = (
+        "memcpy CE CPU(row) -> GPU(column) bandwidth (GB/s)\n"
+        "           0         1         2\n 0     55.31     55.28     13.02\n\nSUM x 1\n"
+    )
     (event,) = parsed(bandwidth.parse, text)
     assert event.attrs["rows"] == [[55.31, 55.28, 13.02]]
 

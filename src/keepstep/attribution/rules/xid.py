@@ -213,10 +213,10 @@ def distinct_gpus(events: Iterable[Event]) -> int:
     names: dict[str, set[object]] = {"pci": set(), "uuid": set(), "index": set()}
     for event in events:
         if event.gpu is not None:
-            for kind in names:
+            for kind, known in names.items():
                 value = getattr(event.gpu, kind)
                 if value is not None:
-                    names[kind].add(value)
+                    known.add(value)
     return max(len(found) for found in names.values())
 
 

@@ -53,7 +53,8 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _SAID_LIMIT = re.compile(
-    r"power (?:limit|cap)\D{0,20}(?P<limit>\d{2,4}) ?W\b\W{0,4}(?:default|of|tdp|instead of|max(?:imum)?|normal(?:ly)?)\D{0,12}(?P<usual>\d{2,4}) ?W\b",
+    r"power (?:limit|cap)\D{0,20}(?P<limit>\d{2,4}) ?W\b\W{0,4}(?:default|of|tdp|instead of|max(?:imum)?|normal(?:ly)?)"
+    r"\D{0,12}(?P<usual>\d{2,4}) ?W\b",
     re.IGNORECASE,
 )
 _SAID_SLOWER = re.compile(
@@ -307,7 +308,7 @@ def _flagged(document: Document) -> list[tuple[str, Line]]:
     found = []
     for line in document.lines:
         match = _FLAGGED.search(line.text[:LINE_LIMIT])
-        if match is None or "rank" not in line.text.lower() and "node" not in line.text.lower():
+        if match is None or not re.search("rank|node", line.text, re.IGNORECASE):
             continue
         ids = re.findall(r"(?:rank\W{0,2})?(\b[\w.-]*\d\b)", match["ids"])
         if len(set(ids)) == 1:
