@@ -113,6 +113,8 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
     best, margin = scores.best, scores.margin(scores.best)
     fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
+    if cause is None and not any(s.weight(fault_class) > 0 for s in counted if s.entry.role == "noise"):
+        fault_class = "unknown"  # facts around nothing make no class
     entity = Entity() if cause is None else _entity(cause)
     chance = scores.chances[fault_class]
     # A record that nothing takes back has to be taken back by somebody.
