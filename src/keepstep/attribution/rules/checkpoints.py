@@ -188,6 +188,10 @@ def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         one = len({restored for _, _, restored in pairs}) == 1 and len(pairs) > 1
         attrs = {"ranks": len(wrong), "of": len(pairs), "one_copy": one}
         found.append(derive(catalog, "derived.ckpt.state_differs", wrong[0][0], attrs=attrs, placed=False))
+    for event in _of(events, "ckpt.staged_compare"):
+        if str(event.attrs.get("saved")).lower() != str(event.attrs.get("restored")).lower():
+            found.append(derive(catalog, "derived.ckpt.staged_differs", event))
+            break
     for event in _of(events, "ckpt.position"):
         if str(event.attrs.get("got")) != str(event.attrs.get("expected")):
             found.append(derive(catalog, "derived.ckpt.position_differs", event))
@@ -278,6 +282,28 @@ def pruned_too_early(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return []
 
 
+def save_outlasts(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A save that took longer than the time after which the other ranks gave up waiting."""
+    for save in _of(events, "ckpt.save_took"):
+        seconds = _number(save.attrs.get("seconds"))
+        for wait in events:
+            limit = _number(wait.attrs.get("timeout_ms")) if wait.signature == "torch.watchdog_timeout" else None
+            if seconds is not None and limit is not None and 0 < limit / 1000 <= seconds:
+                attrs = {"seconds": seconds, "limit_s": limit / 1000}
+                return [derive(catalog, "derived.ckpt.save_outlasts", save, attrs=attrs, placed=False)]
+    return []
+
+
+def stalled_in_checkpoint(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ranks that waited until their watchdog while some were in the code of a checkpoint, with no other cause in sight."""
+    at_work = _of(events, "ckpt.at_work")
+    waits = [e for e in events if e.kind == "collective.timeout"]
+    roots = [e for e in events if catalog[e.signature].role == "root" and e.severity in ("error", "fatal")]
+    if roots or not any(compare(a, w) in ("before", None) for a in at_work for w in waits[:16]):
+        return []
+    return [derive(catalog, "derived.ckpt.stalled", at_work[0], placed=False)]
+
+
 def believed_saved(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A file that is missing because its save failed unnoticed: the failed save is the cause, not the missing file."""
     failed = [e for e in events if e.kind == "checkpoint.failed" or e.kind.startswith("storage.")]
@@ -315,7 +341,9 @@ CHECKPOINT_RULES = (
     finalised_early,
     two_writers,
     pruned_too_early,
+    save_outlasts,
     believed_saved,
     save_recovered,
+    stalled_in_checkpoint,
 )
 """In the order they run."""

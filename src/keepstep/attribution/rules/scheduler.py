@@ -135,8 +135,8 @@ def hung_until_limit(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 
 def cancelled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """A job that somebody cancelled, with nothing wrong before: no fault at all."""
-    cancels = [e for e in events if e.signature == "slurm.job_cancelled"]
+    """A job that somebody cancelled or requeued, with nothing wrong before: no fault at all."""
+    cancels = [e for e in events if e.signature in ("slurm.job_cancelled", "slurm.job_requeued")]
     if not cancels or any(e.kind in ENDS and catalog[e.signature].role == "root" for e in events):
         return []
     timed = next((c for c in cancels if c.time_ns is not None), cancels[0])
