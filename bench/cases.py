@@ -22,12 +22,11 @@ from _calibration import Floats, binned, bootstrap, brier, diagram, leave_one_ou
 from _common import Result, Target, argument_parser, emit, say
 from _encodings import encoded
 from keepstep.attribution.verdict import Judgement
-from keepstep.attribution.verdict import judge as judge_events
 from keepstep.catalog.load import shipped
 from keepstep.catalog.matcher import Matcher
+from keepstep.launcher.diagnosis import diagnose
 from keepstep.records.codec import to_json
 from keepstep.records.verdict import CLASSES, Verdict, verdict_fields
-from keepstep.sources.reading import read_paths
 
 JUDGED_TIERS = ("A", "B")
 
@@ -63,7 +62,7 @@ def judge(case: dict[str, Any], folder: Path, matcher: Matcher) -> Scored:
     except (ValueError, LookupError) as error:
         raise ValueError(f"case {case['id']}: {error}") from error
     catalog = shipped()
-    judgement = judge_events(read_paths([str(path)], catalog, matcher=matcher).events, catalog)
+    judgement = diagnose([str(path)], catalog=catalog, matcher=matcher).judgement
     verdict, expected = judgement.verdict, case["expected"]
     wanted = expected["action"]
     if verdict.action == wanted or (verdict.action == "ask_human" and wanted == "none"):

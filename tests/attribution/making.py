@@ -48,6 +48,7 @@ CATALOG = Catalog(
         entry("link.down", "root", "nic", 0, {"fabric": 4.0}, "cordon_node", kind="nic.link"),
         entry("store.slow", "root", "storage", 2, {"storage": 3.0}, "restart_job", kind="storage.error"),
         entry("node.lost", "root", "node", 2, {"platform": 3.0}, "restart_job", kind="sched.node_fail"),
+        entry("node.repaired", "recovery", "node", 2, clears=("gpu.*",), severity="info"),
         entry("node.back", "recovery", "node", 2, clears=("node.*",), severity="info"),
         entry("cuda.error", "root", "rank", 4, {"hardware": 0.5, "user_code": 0.5}, "ask_human", kind="rank.exception"),
         entry("script.error", "root", "rank", 5, {"user_code": 4.0}, "fail_fast", kind="rank.exception"),

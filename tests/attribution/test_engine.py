@@ -114,6 +114,12 @@ class TestCurrency:
         )
         assert not verdict.no_current_fault and verdict.action == "cordon_node"
 
+    def test_a_recovery_of_the_node_takes_back_what_was_wrong_with_its_parts(self) -> None:
+        fault = event("gpu.gone", 0, node=NODE, gpu=GPU, path="dmesg")
+        back, other = (event("node.repaired", 50, node=n, path="ops.log") for n in (NODE, "gpu-08"))
+        assert attribute([fault, back], CATALOG).no_current_fault
+        assert not attribute([fault, other], CATALOG).no_current_fault
+
     def test_a_recovery_before_the_fault_takes_nothing_back(self) -> None:
         verdict = attribute(
             [event("gpu.gone_back", 0, node=NODE, gpu=GPU), event("gpu.gone", 50, node=NODE, gpu=GPU)], CATALOG

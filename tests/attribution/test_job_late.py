@@ -145,3 +145,56 @@ def test_a_watchdog_without_heartbeat_is_explained_by_the_stack_that_holds_the_i
 def test_a_section_that_outlasted_its_limit_is_judged_by_its_name(section: str, conclusion: str | None) -> None:
     line = f"[Cycle 0] Section '{section}' has been open for 701.20 seconds. Timeout is 600.00 seconds."
     assert list(conclusions(lines(line))) == ([] if conclusion is None else [conclusion])
+
+
+def test_ranks_that_wait_in_a_monitors_own_collective_blame_the_monitor() -> None:
+    text = lines(
+        "[rank0]: straggler report interval reached: gathering scores (all_gather_object)",
+        *[timeout(r, 9, "ALLGATHER") for r in (0, 1, 2)],
+    )
+    verdict = verdict_of(text)
+    assert (verdict.signature, verdict.fault_class) == ("derived.monitor_deadlock", "framework")
+
+
+def test_a_monitor_that_gathered_long_before_the_wait_is_not_blamed() -> None:
+    text = lines(
+        "[rank0]: 2031-02-14 10:00:00 straggler report interval reached: gathering scores (all_gather_object)",
+        "[rank0]: 2031-02-14 10:55:00 step 900 loss 2.0",
+        *[timeout(r, 9, "ALLGATHER") for r in (0, 1, 2)],
+    )
+    assert "derived.monitor_deadlock" not in conclusions(text)
+
+
+def test_ranks_that_wait_in_a_saves_own_collective() -> None:
+    text = lines(
+        "[rank0]: finalize_async_save: waiting for other ranks (collective)",
+        *[timeout(r, 9, "ALLREDUCE") for r in (0, 1)],
+    )
+    assert "derived.save_deadlock" in conclusions(text)
+
+
+def test_a_heartbeat_missed_while_compiling_is_a_limit_that_is_too_short() -> None:
+    lost = "[Cycle 0] Did not get initial heartbeat. Waited 1800.00 seconds."
+    assert "derived.limit_too_short" in conclusions(lines("compiling model with torch.compile", lost))
+    assert conclusions(lines(lost)) == {}
+
+
+def bar(rank: int, step: int, of: int) -> str:
+    return f"[rank{rank}]: Epoch 0:  99%|#########9| {step}/{of} [20:11<00:09,  1.50s/it]"
+
+
+def test_a_rank_that_had_made_all_its_steps_left_the_others_behind() -> None:
+    waiting = [timeout(0, 2415, "ALLGATHER"), timeout(1, 2433, "ALLREDUCE")]
+    found = conclusions(lines(bar(0, 812, 812), bar(1, 806, 812), *waiting))
+    assert found["derived.epoch_left"].rank == 0
+
+
+def test_ranks_a_step_apart_are_as_they_should_be() -> None:
+    waiting = [timeout(0, 9, "ALLREDUCE"), timeout(1, 9, "ALLREDUCE")]
+    assert conclusions(lines(bar(0, 401, 812), bar(1, 400, 812), *waiting)) == {}
+    assert "derived.steps_apart" in conclusions(lines(bar(0, 410, 812), bar(1, 400, 812), *waiting))
+
+
+def test_what_readers_of_dumps_print_names_the_late_rank() -> None:
+    text = lines("missing ranks: {5}", "[rank5]: 2031-02-14 11:05:00 generating samples for eval")
+    assert conclusions(text)["derived.late_in_evaluation"].rank == 5

@@ -119,3 +119,34 @@ def test_ranks_that_cannot_connect_after_a_restart_read_old_addresses() -> None:
     failing = "[rank1]: RuntimeError: Gloo connectFullMesh failed with [../pair.cc:144] Connection refused"
     assert "derived.stale_store" in conclusions(lines(RESTART, failing))
     assert "derived.stale_store" not in conclusions(lines(failing))
+
+
+def test_a_scheduler_that_clears_up_after_success_is_no_fault() -> None:
+    cancel = "slurmstepd: error: *** JOB 7 ON n0 CANCELLED AT 2031-02-14T22:00:00 DUE TO TIME LIMIT ***"
+    assert verdict_of(lines(SUCCESS, cancel)).no_current_fault
+    assert not verdict_of(lines("step 9 loss 2.0", cancel)).no_current_fault
+
+
+def test_a_good_end_with_monitors_that_close_is_a_good_end() -> None:
+    text = lines("monitor_server.py:214 RankMonitorServer: connection from rank 3 closed", SUCCESS)
+    assert verdict_of(text).no_current_fault
+
+
+def test_a_host_out_of_memory_that_killed_the_jobs_process() -> None:
+    kernel = "Feb 14 11:00:01 w2 kernel: Out of memory: Killed process 4107 (python3) total-vm:4kB, anon-rss:3kB, file-rss:0kB"
+    launcher = "[ERROR] [launch.py:325:sigkill_handler] ['/usr/bin/python3'] exits with return code = -9"
+    assert "derived.outgrew_host" in conclusions(lines(launcher, kernel))
+    assert "derived.outgrew_host" not in conclusions(lines(kernel))
+
+
+def failure(rank: int, code: int, time: str, host: str) -> str:
+    return (
+        f"[0]:\n  time      : 2031-02-14_{time}\n  host      : {host}\n  rank      : {rank} (local_rank: 0)\n"
+        f"  exitcode  : {code} (pid: 4000)\n  error_file: <N/A>\n  traceback : x"
+    )
+
+
+def test_the_rank_that_failed_first_by_time_is_first_wherever_it_is_printed() -> None:
+    text = lines("==> n0 <==", failure(0, -6, "11:30:05", "n0"), "==> n1 <==", failure(9, 1, "11:00:04", "n1"))
+    first = conclusions(text)["derived.first_failure"]
+    assert (first.rank, first.node) == (9, "n1")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+from importlib import resources
 
+import pytest
 import re2
 
-from keepstep.catalog.load import named, shipped
+from keepstep.catalog.load import entries, named, shipped
 from keepstep.catalog.matcher import Matcher
 from keepstep.catalog.signature import Signature
 from keepstep.catalog.tables import data_text
 from keepstep.records.verdict import NODE_ACTIONS
-
-MADE_BY_RULES = ("derived.",)
-"""Ids whose titles are filled by rules, not by groups of a pattern."""
 
 
 @functools.cache
@@ -31,9 +30,22 @@ def own(entry: Signature, text: str) -> bool:
     return any(re2.compile(pattern).search(text) is not None for pattern in entry.pattern)
 
 
-def test_every_example_is_matched_by_its_entry_and_every_pattern_has_an_example() -> None:
+def in_file(name: str) -> list[Signature]:
+    text = data_text(f"signatures/{name}")
+    return [entry for entry in entries(text, name) if entry.pattern]
+
+
+FILES = sorted(
+    file.name
+    for file in (resources.files("keepstep.catalog") / "data" / "signatures").iterdir()
+    if file.name.endswith(".toml")
+)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_example_is_matched_by_its_entry_and_every_pattern_has_an_example(file: str) -> None:
     wrong = []
-    for entry in with_patterns():
+    for entry in in_file(file):
         wrong += [f"{entry.id}: not matched: {example}" for example in entry.examples if not own(entry, example)]
         for pattern in entry.pattern:
             compiled = re2.compile(pattern)
@@ -42,13 +54,14 @@ def test_every_example_is_matched_by_its_entry_and_every_pattern_has_an_example(
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_near_miss_is_matched_by_its_entry() -> None:
-    wrong = [f"{entry.id}: {text}" for entry in with_patterns() for text in entry.near_misses if own(entry, text)]
+@pytest.mark.parametrize("file", FILES)
+def test_every_entry_with_patterns_has_near_misses_and_matches_none(file: str) -> None:
+    wrong = [f"{entry.id}: {text}" for entry in in_file(file) for text in entry.near_misses if own(entry, text)]
+    wrong += [f"{entry.id}: no near miss" for entry in in_file(file) if not entry.near_misses]
     assert not wrong, "\n".join(wrong)
 
 
-def test_entries_with_patterns_have_near_misses_and_all_have_sources() -> None:
-    assert not [entry.id for entry in with_patterns() if not entry.near_misses]
+def test_all_entries_have_sources_and_weights_are_argued() -> None:
     assert not [entry.id for entry in shipped() if not entry.source]
     assert not [entry.id for entry in shipped() if entry.weights and not entry.why]
 
@@ -125,6 +138,6 @@ def test_out_of_memory_of_programs_never_takes_hardware_out() -> None:
 def test_the_digest_names_the_content() -> None:
     from keepstep.catalog.load import Catalog
 
-    entries = list(shipped())
-    assert Catalog(reversed(entries)).digest == shipped().digest
-    assert Catalog(entries[1:]).digest != shipped().digest
+    every = list(shipped())
+    assert Catalog(reversed(every)).digest == shipped().digest
+    assert Catalog(every[1:]).digest != shipped().digest

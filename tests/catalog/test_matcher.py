@@ -133,10 +133,15 @@ def test_a_code_picks_the_entry_and_its_absence_the_pattern_itself() -> None:
 
 
 def test_a_pattern_without_any_literal_is_still_found_in_every_line() -> None:
-    made = Matcher([entry("loose.one", r"\d\d:\d\d"), entry("tight.one", "fixed text")])
-    assert [e.id for e in made.loose] == ["loose.one"]
-    hits = list(made.scan(b"no\n12:30\nfixed text\n"))
-    assert [[m.signature.id for m in h.matches] for h in hits] == [["loose.one"], ["tight.one"]]
+    made = Matcher([entry("loose.one", r"^\d\d:\d\d$", r"\A\d-\d\z"), entry("tight.one", "fixed text")])
+    assert [e.id for e in made.loose] == ["loose.one", "loose.one"]
+    hits = list(made.scan(b"no\n12:30\r\nat 12:30\nfixed text\n1-2\n1-23\n7-8"))
+    assert [[m.signature.id for m in h.matches] for h in hits] == [
+        ["loose.one"],
+        ["tight.one"],
+        ["loose.one"],
+        ["loose.one"],
+    ]
 
 
 def test_a_pattern_needs_all_its_literals_in_either_case() -> None:
@@ -154,7 +159,7 @@ def test_candidates_are_all_lines_with_hits_and_few_others() -> None:
     places = set(matcher().candidates(text))
     assert {(h.start, h.end) for h in matcher().scan(text)} <= places
     ordinary = b"\n".join([*ORDINARY, b""])
-    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) // 3
+    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) // 2
 
 
 def test_a_line_of_every_literal_there_is_does_not_outgrow_the_automata() -> None:

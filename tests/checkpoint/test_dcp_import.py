@@ -35,7 +35,7 @@ from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, 
 
 from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.layout import FolderName
-from keepstep.checkpoint.format.pickles import parse_pickle
+from keepstep.records.pickles import parse_pickle
 from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, describe, import_dcp

@@ -77,10 +77,13 @@ class TestPicking:
 
     def test_files(self, tmp_path: Path) -> None:
         write_log(make_log("kmsg", self.LINES), tmp_path)
-        assert (tmp_path / "kernel.log").read_text().splitlines() == ["# source: kmsg", *self.LINES]
-        assert (tmp_path / "kernel-xid.log").read_text().splitlines() == self.LINES[1:3]
+        source, boot, *lines = (tmp_path / "kernel.log").read_text().splitlines()
+        assert (source, lines) == ("# source: kmsg", self.LINES)
+        assert boot.startswith("# boot at 20") and boot.endswith("Z")
+        assert (tmp_path / "kernel-xid.log").read_text().splitlines() == [boot, *self.LINES[1:3]]
         write_log(KernelLog(source="none", problem="/dev/kmsg: Permission denied"), tmp_path)
-        assert (tmp_path / "kernel.log").read_text() == "# source: none\n# /dev/kmsg: Permission denied\n"
+        source, _, problem = (tmp_path / "kernel.log").read_text().splitlines()
+        assert (source, problem) == ("# source: none", "# /dev/kmsg: Permission denied")
         assert not (tmp_path / "kernel-xid.log").exists()
 
 

@@ -65,6 +65,13 @@ class TestSections:
     def test_what_does_not(self, raw: str) -> None:
         assert titles(f"{raw}\nx") == [""]
 
+    def test_hosts_of_dshbak_and_files_of_more(self) -> None:
+        dashes, colons = "-" * 16, ":" * 14
+        text = f"{dashes}\ngpu-17\n{dashes}\na\n{colons}\nx.log\n{colons}\nb\n{dashes}\nnothing\n{dashes}"
+        documents = split("in", text)
+        assert [d.title for d in documents] == ["", "gpu-17", "x.log"]
+        assert documents[1].lines[1].node == "gpu-17"
+
     def test_the_prompt_names_the_machine(self) -> None:
         document = split("x.log", "[root@h3 ~]# dmesg\n[ 1.5] NVRM: Xid")[0]
         assert (document.node, document.lines[0].node, document.lines[0].stream) == ("h3", "h3", "kernel")

@@ -151,16 +151,15 @@ class TestRunFolder:
             )
             for r in range(4)
         ]
-        record = Cycle(run_id="job-1", attempt=0, cycle=1, started_at="2031-06-15T11:00:00Z", ranks=places,
-                       times={"captured": "2031-06-15T12:00:00Z"})  # fmt: skip
+        record = Cycle(run_id="job-1", attempt=0, cycle=1, started_at="2031-06-15T11:00:00Z", ranks=places)
         (folder / "cycles" / "cycle-0001.json").write_bytes(to_json(record))
         (folder / "logs" / "cycle-0001.log").write_text(
             "[rank 3] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
         )
         (folder / "incidents" / "INC-0001.json").write_text(LINE)
         evidence = folder / "evidence" / "cycle-0001" / "vm"
-        (evidence / "kernel.log").write_text(f"# source: kmsg\n[  100.000000] {xid(79)}\n")
-        (evidence / "host.json").write_text(json.dumps({"until_boot_ns": 160 * SECOND}))
+        head = "# source: kmsg\n# boot at 2031-06-15T11:57:20.000000000Z\n"
+        (evidence / "kernel.log").write_text(f"{head}[  100.000000] {xid(79)}\n")
 
     def test_a_rank_is_a_node_and_a_gpu_there(self, tmp_path: Path) -> None:
         self.make(tmp_path)
@@ -251,6 +250,20 @@ class TestLargeLogs:
         text = "".join(f"[rank0]: step {n} loss 2.1\n" for n in range(3000))
         events = [e for e in read_lines(tmp_path, text).events if e.kind == "job.progress"]
         assert [e.attrs["last_step"] for e in events] == [2999]
+
+    def test_repeats_of_several_writers_are_counted_for_each(self, tmp_path: Path) -> None:
+        lines = []
+        for n in range(2000):
+            lines.append(f"2031-06-15T12:00:00.{n:06d}Z h{n % 3} kernel: {xid(95, '1a' if n % 2 else '1b')}")
+        events = [e for e in read_lines(tmp_path, "\n".join(lines)).events if e.signature.startswith("xid.95")]
+        counts = {(e.node, e.gpu.pci): e.count for e in events if e.gpu is not None}
+        expected: dict[tuple[str, str], int] = {}
+        for n in range(2000):
+            key = (f"h{n % 3}", f"0000:{'1a' if n % 2 else '1b'}:00.0")
+            expected[key] = expected.get(key, 0) + 1
+        assert counts == expected and len(events) == 6
+        assert max(e.attrs["last_order"] for e in events) == 2000
+        assert max(e.last_ns or 0 for e in events) == NOON + 1999_000
 
     def test_a_storm_between_two_lines(self, tmp_path: Path) -> None:
         lines = [f"[ {n}.000001] {xid(95)}" for n in range(3000)]

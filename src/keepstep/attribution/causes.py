@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from keepstep.attribution.current import STOPPING_KINDS, goes_on, stops
-from keepstep.attribution.current import outlived as has_steps_after
+from keepstep.attribution.current import STOPPING_KINDS, stops
 from keepstep.attribution.order import compare, gap_s
 from keepstep.attribution.places import Place, Places, same
+from keepstep.attribution.worked import worked
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event
@@ -69,13 +69,15 @@ def grouped(events: Sequence[Event], outlived: Sequence[bool], catalog: Catalog,
     """Events of one signature at one place are one. `events` in canonical order. A group is outlived when all of it is."""
     groups: dict[tuple[str, Place], list[int]] = defaultdict(list)
     of_signature: dict[str, int] = defaultdict(int)
+    first: dict[str, tuple[str, Place]] = {}
     for index, event in enumerate(events):
         place = places.place(event, catalog[event.signature].scope)
         key = (event.signature, place)
         if key not in groups:
             of_signature[event.signature] += 1
+            first.setdefault(event.signature, key)
             if of_signature[event.signature] > GROUPS_PER_SIGNATURE:
-                key = next(k for k in groups if k[0] == event.signature)
+                key = first[event.signature]
         groups[key].append(index)
     return [
         Seen(
@@ -91,10 +93,10 @@ def grouped(events: Sequence[Event], outlived: Sequence[bool], catalog: Catalog,
 
 def past_causes(cleared: Sequence[Event], live: Sequence[Seen], catalog: Catalog, places: Places) -> list[Seen]:
     """Of conditions that were taken back, those after which something stopped that they explain, and no step was made between."""
-    signs = [s.event for s in live if goes_on(s.entry)]
+    signs = worked([s.event for s in live], catalog)
     found = []
     for one in grouped(cleared, [False] * len(cleared), catalog, places):
-        if one.entry.role != "root" or any(has_steps_after(one.event, sign) for sign in signs):
+        if one.entry.role != "root" or signs.after(one.event):
             continue
         action = "restart_job" if one.entry.action in NODE_ACTIONS else one.entry.action
         over = one._replace(entry=msgspec.structs.replace(one.entry, action=action), over=True)

@@ -7,9 +7,9 @@ from typing import get_args
 
 import msgspec
 
-from keepstep.attribution.order import compare, gap_s, same_text
+from keepstep.attribution.order import compare, same_text
 from keepstep.attribution.places import Places, same
-from keepstep.catalog.load import Catalog, named
+from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
 from keepstep.records.event import Event, TimeQuality
 from keepstep.records.verdict import NODE_ACTIONS
@@ -26,9 +26,6 @@ STOPPING_KINDS = frozenset(
 )  # fmt: skip
 """Kinds of events that claim that the job stands still. Steps made afterwards prove that it does not, any more.
 Not among them: what goes wrong silently while steps go on (data that is repeated, saves that fail, a GPU that wears out)."""
-
-LEAST_GAP_S = 5.0
-"""A step that is printed so soon after a failure was under way when it came: ranks run ahead of each other and flush late."""
 
 
 def end_of(event: Event) -> Event:
@@ -53,25 +50,54 @@ def cleared(events: Sequence[Event], catalog: Catalog, places: Places) -> list[E
 
     Where the order is not known nothing is taken back, except by what a rule concluded: it has looked at the order itself.
     """
-    takers = [(e, catalog[e.signature]) for e in events if e.stale is None and catalog[e.signature].clears]
+    takers = _last_takers(events, catalog, places)
     if not takers:
         return list(events)
     return [
         msgspec.structs.replace(e, stale="cleared")
-        if e.stale is None and any(_takes_back(taker, entry, e, catalog, places) for taker, entry in takers)
+        if e.stale is None
+        and any(
+            _takes_back(taker, catalog[name], e, catalog, places)
+            for name in catalog.cleared_by(e.signature)
+            for taker in takers.get(name, ())
+        )
         else e
         for e in events
     ]
 
 
+def _last_takers(events: Sequence[Event], catalog: Catalog, places: Places) -> dict[str, list[Event]]:
+    """Events that take others back, by signature: the last of each place, text and quality of time, which is as good as all."""
+    last: dict[tuple[object, ...], Event] = {}
+    for event in events:
+        entry = catalog[event.signature]
+        if event.stale is not None or not entry.clears:
+            continue
+        where = places.place(event, entry.scope)
+        key = (event.signature, where, event.evidence.path, event.source, event.time_quality, event.time_ns is None)
+        held = last.get(key)
+        if held is None or _moment(event) >= _moment(held):
+            last[key] = event
+    found: dict[str, list[Event]] = {}
+    for event in last.values():
+        found.setdefault(event.signature, []).append(event)
+    return found
+
+
+def _moment(event: Event) -> tuple[int, int]:
+    end = end_of(event)
+    return (end.time_ns or 0, end.order)
+
+
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event or not any(named(p, event.signature) for p in entry.clears):
+    if taker is event:
         return False
     scope = catalog[event.signature].scope
+    if entry.scope == "node" and scope in ("gpu", "nic"):
+        scope = "node"  # a recovery of a whole node takes back what was wrong with a part of it
     alike = same(places.place(taker, entry.scope), places.place(event, scope), scope)
     derived = taker.signature.startswith("derived.")
     if alike is False or (alike is None and not derived and not same_text(taker, event)):
-        # A recovery of a whole node takes back what was wrong with a part of it.
         return False
     return begin_after(event, taker) or (derived and compare(event, taker) != "after")
 
@@ -85,38 +111,6 @@ def stops(entry: Signature) -> bool:
 def goes_on(entry: Signature) -> bool:
     """Whether an event of this entry shows that the job works, or has ended well."""
     return entry.kind == PROGRESS or (entry.role == "recovery" and entry.scope == "job")
-
-
-PASSING_SCOPES = frozenset({"rank", "job", "storage", "cluster"})
-"""What is wrong with these comes as it goes; what is wrong with a machine stays."""
-
-
-def steps_after(events: Sequence[Event], catalog: Catalog) -> list[bool]:
-    """For each event whether the job made steps, or ended well, after it, so that it cannot be why the job stopped later.
-
-    Only for what passes by itself; the order must be known.
-    """
-    signs = [e for e in events if goes_on(catalog[e.signature])]
-    return [bool(signs) and _passes(catalog[e.signature]) and any(outlived(e, sign) for sign in signs) for e in events]
-
-
-def _passes(entry: Signature) -> bool:
-    return stops(entry) or (entry.scope in PASSING_SCOPES and entry.action not in NODE_ACTIONS)
-
-
-def outlived(event: Event, sign: Event) -> bool:
-    """Whether a sign that the job works came so long after the event that it proves something."""
-    if sign.kind != PROGRESS:
-        return begin_after(event, sign)
-    if event.kind.startswith("rank.") and None not in (event.rank, sign.rank) and event.rank != sign.rank:
-        return False  # what stopped one rank is not disproved by another that ran ahead
-    end, last = end_of(event), end_of(sign)
-    gap = gap_s(end, last)
-    if gap is not None and not {end.time_quality, last.time_quality} & {"neighbour", "none"}:
-        return gap > LEAST_GAP_S and compare(end, last) == "before"
-    # Lines without times of their own: one step may have been under way, two were made.
-    before_last = sign.attrs.get("before_last_order")
-    return same_text(event, sign) and isinstance(before_last, int) and before_last > end.order and sign.count > 1
 
 
 def windowed(events: Sequence[Event], since_ns: int | None, until_ns: int | None) -> list[Event]:

@@ -14,13 +14,14 @@ import msgspec
 
 from keepstep.attribution.act import Choice, choose
 from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, past_causes, with_explanations
-from keepstep.attribution.current import cleared, steps_after, stops
+from keepstep.attribution.current import cleared, stops
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
 from keepstep.attribution.rules import PAST_RULES, RULES, PastRule, Rule
 from keepstep.attribution.weigh import Scores, Term, weigh
 from keepstep.attribution.wording import summary, title_of
+from keepstep.attribution.worked import steps_after
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.priors import Priors, shipped_priors
 from keepstep.records.event import Event

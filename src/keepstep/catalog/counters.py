@@ -70,6 +70,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+@functools.lru_cache(maxsize=4096)
 def counter_named(name: str, family: str = "") -> Counter | None:
     """The counter that a tool calls `name`; case, "_" and "-" do not count. With `family` only one of it."""
     plain = _plain(name)

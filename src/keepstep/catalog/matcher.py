@@ -9,6 +9,7 @@ the line (RE2) and works on bytes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
@@ -27,6 +28,8 @@ _AUTOMATON_BYTES = 64 * 1024 * 1024
 """Most memory for the states of one automaton; it takes a few MB unless a log holds every literal there is."""
 _SAME_LINE = 64
 """Most codes that are taken from one line: a report of many faults may be one line of JSON."""
+_REMEMBERED = 4096
+"""Sets of literals whose patterns are remembered; logs have a few hundred."""
 _CLAUSES = 3
 """Requirements of a pattern that are checked before it is tried."""
 
@@ -58,13 +61,6 @@ class _Pattern(NamedTuple):
     final: bool
 
 
-class _Started(NamedTuple):
-    """Patterns that a literal starts: those that need nothing else, and those that need more."""
-
-    alone: list[int]
-    more: list[int]
-
-
 _Literal = tuple[str, bool]
 """Its text, with BOUNDARY for a word boundary; whether the case of letters does not matter."""
 
@@ -78,23 +74,24 @@ class Matcher:
         ordinary = _Ordinary(data_text("ordinary.log"))
         numbers: dict[_Literal, int] = {}
         self._clauses: list[tuple[frozenset[int], ...]] = []
-        self._started_by: dict[int, _Started] = {}
+        self._started_by: dict[int, list[int]] = {}
+        self._wanted: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._loose: list[int] = []
+        loose: list[bytes] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
             clauses = ordinary.rarest(needs(text))
             known = tuple(frozenset(numbers.setdefault(x, len(numbers)) for x in clause) for clause in clauses)
             self._clauses.append(known[1:])
             if not known:
                 self._loose.append(index)
+                loose.append(_in_a_chunk(text))
             for number in known[0] if known else ():
-                started = self._started_by.setdefault(number, _Started([], []))
-                enough = all(number in clause for clause in known[1:])
-                (started.alone if enough else started.more).append(index)
+                self._started_by.setdefault(number, []).append(index)
         expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
         # In order, so that common beginnings are one path of the automaton.
-        starting = b"|".join(sorted(expressions[number] for number in self._started_by))
-        self._any = re2.compile(starting or rb"[^\x00-\xff]", options)
+        starting = sorted(expressions[number] for number in self._started_by) + loose
+        self._any = re2.compile(b"|".join(starting) or rb"[^\x00-\xff]", options)
         self._which = re2.Set.SearchSet(options)
         for expression in expressions:
             self._which.Add(expression)
@@ -102,7 +99,7 @@ class Matcher:
 
     @property
     def loose(self) -> list[Signature]:
-        """Signatures with a pattern that requires no literal: each makes the matcher look at every single line."""
+        """Signatures with a pattern that requires no literal: it is in the first automaton as it is, which makes that larger."""
         return [self._patterns[index].signature for index in self._loose]
 
     def match_line(self, line: str) -> list[Match]:
@@ -115,14 +112,22 @@ class Matcher:
         literals = self._which.Match(line)
         if not literals:
             return self._tried(line, self._loose) if self._loose else []
-        wanted = [*self._loose]
+        key = tuple(literals)
+        wanted = self._wanted.get(key)
+        if wanted is None:
+            if len(self._wanted) >= _REMEMBERED:
+                self._wanted.clear()
+            wanted = self._wanted[key] = self._wanted_by(key)
+        return self._tried(line, wanted) if wanted else []
+
+    def _wanted_by(self, literals: Sequence[int]) -> tuple[int, ...]:
+        """Patterns to try on a line that has these literals, in the order of the catalog."""
+        wanted = {*self._loose}
         for literal in literals:
-            started = self._started_by.get(literal)
-            if started is not None:
-                wanted += started.alone
-                if started.more and len(literals) > 1:
-                    wanted += [i for i in started.more if all(not c.isdisjoint(literals) for c in self._clauses[i])]
-        return self._tried(line, sorted(wanted)) if wanted else []
+            for index in self._started_by.get(literal, ()):
+                if all(not clause.isdisjoint(literals) for clause in self._clauses[index]):
+                    wanted.add(index)
+        return tuple(sorted(wanted))
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
         """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
@@ -133,16 +138,16 @@ class Matcher:
 
     def candidates(self, chunk: bytes) -> Iterator[tuple[int, int]]:
         """Start and end of the lines that may match, which no other line does; for callers that change lines before matching."""
+        if b"\r" in chunk:
+            chunk = chunk.replace(b"\r", b"\n")
         at, size = 0, len(chunk)
-        carriages = b"\r" in chunk
         while at < size:
-            found = at
-            if not self._loose:
-                literal = self._any.search(chunk, at)
-                if literal is None:
-                    return
-                found = literal.start()
-            start, end = _line_around(chunk, at, found, carriages)
+            found = self._any.search(chunk, at)
+            if found is None:
+                return
+            start = max(chunk.rfind(b"\n", at, found.start()) + 1, at)
+            end = chunk.find(b"\n", found.start())
+            end = size if end < 0 else end
             yield start, end
             at = end + 1
 
@@ -207,6 +212,13 @@ def _expression(literal: _Literal) -> bytes:
     return (f"(?i:{text})" if folded else text).encode()
 
 
+def _in_a_chunk(pattern: str) -> bytes:
+    """A pattern for one line, as it finds that line in a text of many."""
+    ends = {r"\A": "^", r"\z": "$"}
+    text = re.sub(r"\\.", lambda match: ends.get(match[0], match[0]), pattern)
+    return f"(?m:{text})".encode()
+
+
 def _options(**wanted: bool | int) -> re2.Options:
     options = re2.Options()
     options.encoding = re2.Options.Encoding.LATIN1
@@ -242,18 +254,6 @@ def _named(pattern: _Pattern, match: re2._Match) -> dict[str, str]:
         return {}
     values = zip(pattern.names, match.groups(), strict=True)
     return {name: value.decode("utf-8", "replace") for name, value in values if name and value is not None}
-
-
-def _line_around(chunk: bytes, low: int, at: int, carriages: bool) -> tuple[int, int]:
-    """Start and end of the line that the byte `at` is in; no line begins before `low`. `carriages`: lines may end with "\\r"."""
-    start = max(chunk.rfind(b"\n", low, at) + 1, low)
-    end = chunk.find(b"\n", at)
-    end = len(chunk) if end < 0 else end
-    if carriages:
-        start = max(chunk.rfind(b"\r", start, at) + 1, start)
-        carriage = chunk.find(b"\r", at, end)
-        end = end if carriage < 0 else carriage
-    return start, end
 
 
 def chunks(stream: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:

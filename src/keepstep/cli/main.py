@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("keepstep.cli.demo:demo", "Train, break it, resume and account, on this machine.", "launch"),
     "ckpt": Verb("keepstep.cli.ckpt:ckpt", "Look at checkpoints, keep them, sign them."),
     "goodput": Verb("keepstep.cli.goodput:goodput", "Say where the wall-clock of a run went."),
+    "hang": Verb("keepstep.cli.hang:hang", "Name the ranks a hang waits for, from flight-recorder dumps."),
     "check": Verb("keepstep.cli.check:check", "Check this node, or the bandwidth of a job's nodes."),
     "config": Verb("keepstep.cli.config:config", "Show or check the configuration of a run or a --config file."),
     "completion": Verb("keepstep.cli.misc:completion", "Print the script that completes keepstep in your shell."),
@@ -50,10 +51,11 @@ VERBS: dict[str, Verb] = {
     "history": Verb("keepstep.cli.history:history", "Show the cycles of a run, one line each."),
     "top": Verb("keepstep.cli.top:top", "Watch a run: step, speed, ETTR, nodes, last events."),
     "why": Verb("keepstep.cli.why:why", "Say whose fault it was, with evidence, from logs and records.", "diagnose"),
-    "bundle": Verb("keepstep.cli.bundle:bundle", "Pack logs and verdict, without names, to show to others.", "diagnose"),
+    "bundle": Verb(
+        "keepstep.cli.bundle:bundle", "Pack logs and verdict, without names, to show to others.", "diagnose"
+    ),
     "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "scan": Verb("keepstep.cli.scan:scan", "Find known faults in log lines, or follow the kernel's log.", "diagnose"),
-    "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
     "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),
     "doctor": Verb("keepstep.cli.doctor:doctor", "Say which settings will cost the job time, why, and the fix."),

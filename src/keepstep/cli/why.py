@@ -12,13 +12,12 @@ import click
 from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import moment_ns
-from keepstep.cli.why_inputs import Asked, asked, read_all
+from keepstep.cli.why_inputs import Asked, asked, matcher_of
 from keepstep.records.errors import KeepstepError
 from keepstep.records.exits import EXIT_OK, EXIT_PROBLEM
 
 if TYPE_CHECKING:
     from keepstep.attribution.verdict import Judgement
-    from keepstep.sources.reading import Reading
 
 
 @click.command(
@@ -78,25 +77,24 @@ def judged(
     question: Asked, since_ns: int | None, until_ns: int | None, explain: bool, catalog_files: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """The verdict on what is asked about, as keepstep.verdict/1 with what it came from. Raises KeepstepError."""
-    from keepstep.attribution.current import windowed
-    from keepstep.attribution.verdict import judge
-    from keepstep.records.verdict import verdict_fields
+    from keepstep.launcher.diagnosis import diagnose, diagnosis_fields
 
     catalog = chosen_catalog(catalog_files)
-    reading = read_all(question.paths, catalog)
-    if not reading.used:
-        because = "; ".join(reading.unreadable) or "no files in it"
+    found = diagnose(
+        question.paths,
+        question.ranks,
+        catalog=catalog,
+        matcher=matcher_of(catalog),
+        since_ns=since_ns,
+        until_ns=until_ns,
+    )
+    if not found.reading.used and found.hang is None:
+        because = "; ".join(found.reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")
-    judgement = judge(windowed(reading.events, since_ns, until_ns), catalog, question.ranks)
-    fields = verdict_fields(judgement.verdict) | inputs_of(reading) | {"catalog": catalog.describe()}
+    fields = diagnosis_fields(found, catalog)
     if question.cycle is not None:
         fields["cycle"] = question.cycle.cycle
-    return fields | ({"scores": scores_of(judgement)} if explain else {})
-
-
-def inputs_of(reading: Reading) -> dict[str, Any]:
-    """What was read as what, and what could not be."""
-    return {"used": [u._asdict() for u in reading.used], "unreadable": list(reading.unreadable)}
+    return fields | ({"scores": scores_of(found.judgement)} if explain else {})
 
 
 def scores_of(judgement: Judgement) -> dict[str, Any]:

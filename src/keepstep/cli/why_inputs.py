@@ -19,7 +19,6 @@ from keepstep.records.errors import ConfigError, KeepstepError
 if TYPE_CHECKING:
     from keepstep.catalog.load import Catalog
     from keepstep.catalog.matcher import Matcher
-    from keepstep.sources.reading import Reading
 
 INCIDENT = re.compile(r"INC-\d+")
 WELL_ENDED = frozenset({"succeeded", "success", "finished", None})
@@ -66,19 +65,14 @@ def matcher_of(catalog: Catalog) -> Matcher:
     return Matcher(catalog)
 
 
-def read_all(paths: Sequence[str], catalog: Catalog) -> Reading:
-    """What files, folders and standard input ("-") tell."""
-    from keepstep.sources.reading import read_paths
-
-    return read_paths(paths, catalog, matcher=matcher_of(catalog))
-
-
 def is_run_folder(path: Path) -> bool:
     """Whether a folder is that of a run."""
     return path.is_dir() and ((path / "run.json").is_file() or (path / "journal").is_dir())
 
 
 def _of_run(folder: Path, number: int | None) -> Asked:
+    from keepstep.launcher.diagnosis import cycle_paths
+
     cycles = read_cycles(folder)
     if number is None:
         failed = [c for c in cycles if c.end_reason not in WELL_ENDED or c.fault is not None]
@@ -90,9 +84,7 @@ def _of_run(folder: Path, number: int | None) -> Asked:
             raise NotFoundError(f"{folder} has no cycle {number}; it has {known}")
     if chosen is None:
         return Asked((str(folder),))
-    name = f"cycle-{chosen.cycle:04d}"
-    parts = [folder / "cycles" / f"{name}.json", folder / "logs" / f"{name}.log", folder / "evidence" / name]
-    return Asked(tuple(str(p) for p in parts if p.exists()), map_of_cycle(chosen), chosen)
+    return Asked(tuple(cycle_paths(folder, chosen.cycle)), map_of_cycle(chosen), chosen)
 
 
 def _of_incident(folder: Path, name: str) -> Asked:

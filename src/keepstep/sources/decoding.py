@@ -88,11 +88,15 @@ def what_binary(head: bytes) -> str | None:
 
 
 def is_flight_recorder(head: bytes) -> bool:
-    """Whether a file that begins so is a dump of torch's flight recorder: a pickle with its keys. Nothing is unpickled here."""
-    return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in head[:SAMPLE_BYTES] for key in RECORDER_KEYS)
+    """Whether a file that begins so is a dump of torch's flight recorder: a pickle or JSON with its keys. Nothing is parsed here."""
+    sample = head[:SAMPLE_BYTES]
+    if sample.lstrip()[:1] == b"{":
+        return b'"pg_config"' in sample or (b'"entries"' in sample and b'"profiling_name"' in sample)
+    return head[:2] in (b"\x80\x02", b"\x80\x04") and any(key in sample for key in RECORDER_KEYS)
 
 
 _YAML = re.compile(rb"(?:---\s*)?(?:- )?(?:apiVersion|kind|items):")
+_JSON_LIST = re.compile(rb"\[\s*[{\[\"\]]")
 _ACCOUNTS = re.compile(rb"\s*JobID[A-Za-z]*[|,\s]")
 
 
@@ -102,7 +106,7 @@ def is_record(head: bytes) -> bool:
     JSON with a whole object in its first line and another in the next is a log whose lines are JSON.
     """
     begin = head[:SAMPLE_BYTES].lstrip()
-    if begin[:1] in (b"{", b"["):
+    if begin[:1] == b"{" or _JSON_LIST.match(begin) is not None:
         first, _, rest = begin.partition(b"\n")
         return not (first.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{")
     return _YAML.match(begin) is not None or _ACCOUNTS.match(begin) is not None

@@ -86,12 +86,11 @@ class Origin(NamedTuple):
     """Where a text comes from. `outer`: what its name or its folder tell; None: the file's own name is asked.
 
     `latest_ns`: when the file was last written, which gives times without a year theirs where nothing else does.
-    `boot_at_ns`: when its machine was booted, where that is known from elsewhere. `first_number`: of its first line.
+    `near_ns`: a time that is near to its first line. `first_number`: of that line.
     """
 
     outer: Hints | None = None
     latest_ns: int | None = None
-    boot_at_ns: int | None = None
     near_ns: int | None = None
     first_number: int = 1
 
@@ -136,11 +135,18 @@ _WORDS = frozenset(_ALSO_WORDS.split())
 """Commands that a comment may begin with too: after them an option, a path or nothing must stand."""
 
 
+_RULER = re.compile(r"(?:-{8,}|:{8,})\s*$")
+
+
 def _sections(text: str, outer: Hints, first_number: int) -> list[_Section]:
     found: list[_Section] = []
     current = _Section("", outer, [], [])
-    for number, raw in enumerate(_lines(text), first_number):
+    lines = _lines(text)
+    for index, raw in enumerate(lines):
+        number = first_number + index
         title = section_title(raw) if len(found) < MAX_SECTIONS and raw[:1] else None
+        if title is None and raw and 0 < index < len(lines) - 1 and len(found) < MAX_SECTIONS:
+            title = _between_rulers(lines[index - 1], raw, lines[index + 1])
         if title is None:
             current.numbers.append(number)
             current.raws.append(raw)
@@ -151,6 +157,15 @@ def _sections(text: str, outer: Hints, first_number: int) -> list[_Section]:
     if current.raws or current.title or not found:
         found.append(current)
     return found
+
+
+def _between_rulers(before: str, raw: str, after: str) -> tuple[str, Hints] | None:
+    """A host or a file between two rulers, as dshbak and more(1) set apart what they print."""
+    if before != after or len(raw) > 500 or _RULER.match(before) is None:
+        return None
+    name = raw.strip()
+    hints = of_title(name)
+    return (name, hints) if hints.node == name or _FILE_LIKE.search(name) else None
 
 
 def _lines(text: str) -> list[str]:
@@ -267,7 +282,7 @@ def _document(path: str, one: _Stripped, near_ns: int | None, boots: dict[str | 
     hints = one.section.hints
     boot_at = boot_times(said)
     if boot_at is None:
-        boot_at = boots.get(hints.node, boots.get(None, origin.boot_at_ns))
+        boot_at = boots.get(hints.node, boots.get(None))
     near_ns = origin.near_ns if near_ns is None else near_ns
     clock = Clock(near_ns, origin.latest_ns, boot_at, zone_offset_ns(said))
     if hints.stamp is not None:

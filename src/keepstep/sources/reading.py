@@ -29,7 +29,7 @@ from keepstep.sources.runfolder import RunFolder
 from keepstep.sources.skew import Skew, add_skew, estimate
 from keepstep.sources.storms import Collapser, dedupe, drop_copies
 from keepstep.sources.streaming import LINE_BYTES, Scanner
-from keepstep.sources.textlines import line_events, make_event
+from keepstep.sources.textlines import fits, line_events, make_event
 from keepstep.sources.windows import Cutter
 
 WHOLE_BYTES = 4 << 20
@@ -146,12 +146,11 @@ def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
     try:
         with found.path.open("rb") as file:
             latest_ns = found.path.stat().st_mtime_ns
-            outer, boot_at, below = of_path(found.below), None, found.below
+            outer, below = of_path(found.below), found.below
             if run is not None:
                 below = str(found.path.resolve().relative_to(run.top))
                 outer = runfolder.hints_of(below, outer)
-                boot_at = runfolder.boot_at_ns(run, found.path, below)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns, boot_at), run, below)
+            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns), run, below)
     except OSError as error:
         whole.unreadable.append(f"{found.path}: {error.strerror or error}")
 
@@ -264,7 +263,8 @@ def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, or
         for hit in scanner.scan(chunk):
             document = Document(path, hit.title, ())
             for match in hit.matches:
-                found.add(make_event(match, hit.line, document))
+                if fits(match, hit.line):
+                    found.add(make_event(match, hit.line, document, hit.repeats))
         tail = (tail + chunk)[-TAIL_BYTES:] if whole.deep else b""
         if scanner.size_bytes > TEXT_LIMIT_BYTES:
             whole.skipped.append(Skipped(path, f"what comes after {TEXT_LIMIT_BYTES >> 30} GiB of text"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from keepstep.records.cycle import Cycle, RankPlace
 from keepstep.records.event import Event, Gpu
 from keepstep.sources.folders import is_run_folder
 from keepstep.sources.names import Hints
-from keepstep.sources.timestamps import SECOND_NS
 
 RECORD_LIMIT = 64 << 20
 """Bytes of a cycle record that is read: 16,384 ranks take about 4 MB."""
@@ -22,11 +20,10 @@ _EVIDENCE = re.compile(r"(?:^|/)evidence/cycle-\d+/(?P<node>[^/]+)/[^/]+$")
 
 
 class RunFolder(NamedTuple):
-    """Places of ranks by cycle, and when each cycle's evidence was taken (UTC nanoseconds)."""
+    """Places of ranks by cycle."""
 
     top: Path
     places: dict[int, dict[int, RankPlace]]
-    captured_ns: dict[int, int]
     run_id: str | None = None
 
 
@@ -39,7 +36,6 @@ def folder_of(path: Path) -> Path | None:
 def read_run_folder(top: Path) -> RunFolder:
     """What the cycle records of a run folder tell. One that cannot be read is passed over: its log is read all the same."""
     places: dict[int, dict[int, RankPlace]] = {}
-    captured: dict[int, int] = {}
     run_id = None
     for path in sorted((top / "cycles").glob("cycle-*.json")):
         try:
@@ -50,10 +46,7 @@ def read_run_folder(top: Path) -> RunFolder:
             continue
         run_id = record.run_id
         places[record.cycle] = {place.rank: place for place in record.ranks}
-        taken = _utc_ns(record.times.get("captured") or record.ended_at)
-        if taken is not None:
-            captured[record.cycle] = taken
-    return RunFolder(top, places, captured, run_id)
+    return RunFolder(top, places, run_id)
 
 
 def cycle_of(below: str) -> int | None:
@@ -68,20 +61,6 @@ def hints_of(below: str, outer: Hints) -> Hints:
     return outer._replace(node=match["node"]) if match is not None else outer
 
 
-def boot_at_ns(run: RunFolder, path: Path, below: str) -> int | None:
-    """When the machine of a piece of evidence was booted: when the evidence was taken, less what its clock said then."""
-    cycle = cycle_of(below)
-    host = path.parent / "host.json"
-    if cycle is None or cycle not in run.captured_ns or path == host:
-        return None
-    try:
-        record = msgspec.json.decode(host.read_bytes()) if host.stat().st_size < RECORD_LIMIT else None
-    except (OSError, msgspec.DecodeError):
-        return None
-    until = record.get("until_boot_ns") if isinstance(record, dict) else None
-    return run.captured_ns[cycle] - until if isinstance(until, int) else None
-
-
 def place(event: Event, run: RunFolder, below: str) -> Event:
     """The event with the node and the GPU of its rank, where it names none itself."""
     cycle = cycle_of(below) if event.cycle is None else event.cycle
@@ -93,15 +72,3 @@ def place(event: Event, run: RunFolder, below: str) -> Event:
     if gpu is None and (where.gpu_uuid or where.pci):
         gpu = Gpu(uuid=where.gpu_uuid, pci=where.pci, index=where.local_rank)
     return msgspec.structs.replace(event, node=event.node or where.node, gpu=gpu)
-
-
-def _utc_ns(text: str | None) -> int | None:
-    if not text:
-        return None
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return int(moment.timestamp() * 1e6) * (SECOND_NS // 1_000_000)

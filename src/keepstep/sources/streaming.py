@@ -15,6 +15,7 @@ from keepstep.catalog.matcher import Match, Matcher
 from keepstep.sources.clocks import Clock, near_time
 from keepstep.sources.decoding import to_text
 from keepstep.sources.documents import Line, Origin, make_line, section_title, starts_launchers, strip_line
+from keepstep.sources.facts import boots
 from keepstep.sources.names import Hints
 from keepstep.sources.prefixes import Habits, habits_of
 from keepstep.sources.terminal import clean
@@ -35,12 +36,36 @@ _MARKERS = re.compile(rb"^==> .{1,500}? <==\r?$", re.MULTILINE)
 _SEVERE = ("error", "fatal")
 
 
+MANY = 16
+"""Sightings of one line after which its repeats are only counted, as long as they follow close on each other."""
+COUNTED = 256
+CLOSE_BYTES = 64 << 10
+KNOWN_LINES = 4096
+PREFIX_BYTES = 120
+"""Of a line in which its time stands."""
+_TIMES = re.compile(rb"\d\d:\d\d:\d\d(?:[.,]\d+)?|\[ *\d+\.\d+\]|\d{4}-\d\d-\d\dT?")
+"""Times, which differ between two lines that say the same."""
+
+
 class Hit(NamedTuple):
-    """A line that matches, as it would be in a document. `title`: of its section."""
+    """A line that matches, as it would be in a document. `title`: of its section. `repeats`: lines that said the same, up to it."""
 
     line: Line
     title: str
     matches: list[Match]
+    repeats: int = 1
+
+
+class _Known:
+    """A line that was seen before, apart from its time: what it matches; how often it was seen, and not yet told."""
+
+    __slots__ = ("end", "matches", "number", "seen", "start", "untold")
+
+    def __init__(self, matches: list[Match]) -> None:
+        self.matches = matches
+        self.seen = 0
+        self.untold = 0
+        self.start = self.end = self.number = 0
 
 
 class Scanner:
@@ -55,6 +80,8 @@ class Scanner:
         self._title, self._hints = "", self._outer
         self._habits, self._clock = _start(sample[:SAMPLE_BYTES], origin)
         self._before = b""
+        self._looked = 0
+        self._known: dict[tuple[bytes, bytes], _Known] = {}
 
     @property
     def near_ns(self) -> int | None:
@@ -95,33 +122,64 @@ class Scanner:
         body = chunk[low:high] if low or high < len(chunk) else chunk
         first = self.lines + 1
         self.lines += body.count(b"\n") + (not body.endswith(b"\n"))
-        number, counted, looked = first, 0, 0
+        number, counted, self._looked = first, 0, 0
         severe: list[tuple[int, int]] = []
-        for hit in self._matcher.scan(body):
-            number += body.count(b"\n", counted, hit.start)
-            counted = hit.start
-            line = self._line(body, hit.start, hit.end, number, looked)
-            looked = hit.end
-            matches = self._matcher.match_line(line.text)
-            if any(m.signature.severity in _SEVERE for m in matches):
-                severe.append((hit.start, number))
-            if matches:
-                yield Hit(line, self._title, matches)
+        for start, end in self._matcher.candidates(body):
+            raw = body[start : min(end, start + LINE_BYTES)]
+            key = (_TIMES.sub(b"", raw[:PREFIX_BYTES]), raw[PREFIX_BYTES:])
+            known = self._known.get(key)
+            if known is None and not self._matcher.match_bytes(raw):
+                continue
+            number += body.count(b"\n", counted, start)
+            counted = start
+            if known is not None and known.seen >= MANY and start - known.end < CLOSE_BYTES and known.untold < COUNTED:
+                known.start, known.end, known.number = start, end, number
+                known.untold += 1
+                continue
+            if known is not None and known.untold:
+                yield self._told(body, known)
+            line = self._line(body, start, end, number)
+            if known is None:
+                known = self._learn(key, self._matcher.match_line(line.text))
+            known.seen += 1
+            known.end = end
+            if any(m.signature.severity in _SEVERE for m in known.matches) and known.seen < MANY:
+                severe.append((start, number))
+            if known.matches:
+                yield Hit(line, self._title, known.matches)
             if len(severe) >= 1000:
                 self._cut(chunk, low, body, first, severe)
+        for known in self._known.values():
+            if known.untold:
+                yield self._told(body, known)
+            known.end = -CLOSE_BYTES
         self._cut(chunk, low, body, first, severe)
 
-    def _line(self, body: bytes, start: int, end: int, number: int, looked: int) -> Line:
+    def _learn(self, key: tuple[bytes, bytes], matches: list[Match]) -> _Known:
+        if len(self._known) >= KNOWN_LINES:
+            # Those with sightings that are not told yet stay.
+            self._known = {k: v for k, v in self._known.items() if v.untold}
+        known = self._known[key] = _Known(matches)
+        return known
+
+    def _told(self, body: bytes, known: _Known) -> Hit:
+        """The last of the repeats that were only counted, for all of them."""
+        count, known.untold = known.untold, 0
+        line = self._line(body, known.start, known.end, known.number)
+        return Hit(line, self._title, known.matches, count)
+
+    def _line(self, body: bytes, start: int, end: int, number: int) -> Line:
         raw = to_text(body[start : min(end, start + LINE_BYTES)])
         prefixed = strip_line(clean(raw)[-1], self._habits)
         if prefixed.said.stamp is None and prefixed.said.boot_ns is None:
-            self._look_back(body, start, looked)
+            self._look_back(body, start)
+        self._looked = max(self._looked, end)
         return make_line(number, raw, prefixed, self._clock.resolve(prefixed.said), self._hints)
 
-    def _look_back(self, body: bytes, start: int, looked: int) -> None:
-        """Let the clock see the nearest line before `start` that tells a time; lines before `looked` it has seen."""
-        before = body[max(looked, start - LOOK_BACK_BYTES) : start]
-        if not looked and len(before) < LOOK_BACK_BYTES:
+    def _look_back(self, body: bytes, start: int) -> None:
+        """Let the clock see the nearest line before `start` that tells a time, of those that it has not seen."""
+        before = body[max(self._looked, start - LOOK_BACK_BYTES) : start]
+        if not self._looked and len(before) < LOOK_BACK_BYTES:
             before = self._before[len(before) - LOOK_BACK_BYTES :] + before
         for raw in reversed(before.split(b"\n")[-LOOK_BACK_LINES:]):
             said = strip_line(clean(to_text(raw[:LINE_BYTES]))[-1], self._habits).said if raw else None
@@ -162,4 +220,4 @@ def _start(sample: bytes, origin: Origin) -> tuple[Habits, Clock]:
     lines = [clean(raw)[-1] for raw in text.split("\n")[:SAMPLE_LINES]]
     habits = habits_of(lines)._replace(tasks_are_nodes=starts_launchers(text))
     near = near_time((strip_line(t, habits).said for t in lines), origin.near_ns, origin.latest_ns)
-    return habits, Clock(near, origin.latest_ns, origin.boot_at_ns)
+    return habits, Clock(near, origin.latest_ns, boots([("", None, lines)]).get(None))

@@ -14,6 +14,8 @@ from keepstep.sources.documents import Document, Line
 
 MATCH_LIMIT = 1 << 16
 """Characters of a line that are matched; a line of a log is shorter, a document in one line is for its parser."""
+KNOWN_LINES = 4096
+"""Different lines whose matches are kept: a storm says the same again and again."""
 GROUP_LIMIT = 400
 """Characters of a named group that are kept."""
 
@@ -22,8 +24,15 @@ _INDEX = re.compile(r"\d{1,3}\Z")
 
 def line_events(document: Document, matcher: Matcher, catalog: Catalog) -> Iterator[Event]:
     """An event for every signature of every line."""
+    known: dict[str, list[Match]] = {}
     for line in document.lines:
-        for match in matcher.match_line(line.text[:MATCH_LIMIT]):
+        text = line.text[:MATCH_LIMIT]
+        matches = known.get(text)
+        if matches is None:
+            matches = matcher.match_line(text)
+            if len(known) < KNOWN_LINES:
+                known[text] = matches
+        for match in matches:
             if fits(match, line):
                 yield make_event(match, line, document)
 
@@ -34,8 +43,8 @@ def fits(match: Match, line: Line) -> bool:
     return not ((wanted == "kernel" and line.stream == "job") or (wanted == "job" and line.stream == "kernel"))
 
 
-def make_event(match: Match, line: Line, document: Document) -> Event:
-    """The event of a matched line."""
+def make_event(match: Match, line: Line, document: Document, count: int = 1) -> Event:
+    """The event of a matched line, or of `count` that said the same, the last of which it is."""
     groups = match.groups
     device = groups.get("gpu", "")
     index = int(device) if _INDEX.match(device) else line.device
@@ -65,6 +74,7 @@ def make_event(match: Match, line: Line, document: Document) -> Event:
         job=groups.get("job"),
         attrs=attrs,
         evidence=Evidence(path=document.path, line=line.number, text=bounded(line.raw)),
+        count=count,
     )
 
 

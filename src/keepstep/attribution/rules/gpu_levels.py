@@ -16,12 +16,15 @@ CLOCK_RATIO = 1.15
 """Clocks of GPUs under one load differ by a few percent; voltage of the silicon explains no more than ten."""
 LIMIT_RATIO = 1.1
 HOT_C = 85.0
+HOT_RATIO = 1.1
 HOT_ABOVE_PEERS = 12.0
 """Degrees. GPUs at the end of the air flow are up to ten hotter than those at its beginning."""
 MANY_CORRECTED = 1000
 CORRECTED_RATIO = 50
 """Corrected errors since the driver was loaded: this many, and this many times those of the median GPU."""
 RISING_A_SECOND = 1.0
+OTHERS = "others"
+"""Name of what a text calls "the others": a level of all other GPUs."""
 OOM = re.compile(r"cuda_oom|gpu_oom|out_of_memory")
 
 Group = tuple[str | None, str]
@@ -29,7 +32,7 @@ Group = tuple[str | None, str]
 
 def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What samples of GPUs say together."""
-    samples = [e for e in events if e.signature == "gpu.sample"]
+    samples = sorted((e for e in events if e.signature == "gpu.sample"), key=_when)
     found = []
     for group in _groups(samples).values():
         found += _slow_clocks(group, catalog)
@@ -39,6 +42,11 @@ def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         found += _hot(group, catalog)
         found += _many_corrected(group, catalog)
     return [*found, *_rising(samples, catalog), *_held_memory(events, catalog)]
+
+
+def _when(sample: Event) -> tuple[int, str, int]:
+    """The order of samples: by time where they have one, else as they stand in their file."""
+    return sample.time_ns or 0, sample.evidence.path, sample.order
 
 
 def _groups(samples: Iterable[Event]) -> dict[Group, list[Event]]:
@@ -61,6 +69,8 @@ def _value(sample: Event, name: str) -> float | None:
 
 def _who(sample: Event) -> str:
     gpu = sample.gpu
+    if gpu is not None and gpu.uuid == OTHERS:
+        return OTHERS
     name = "" if gpu is None else gpu.pci or gpu.uuid or str(gpu.index)
     return f"{sample.node or ''}/{name}"
 
@@ -119,7 +129,7 @@ def _hot(group: Sequence[Event], catalog: Catalog) -> list[Event]:
     temperatures = _busiest(group, "temperature")
     if len(temperatures) < LEAST_PEERS:
         return []
-    odd = outliers({who: v for who, (v, _) in temperatures.items()}, "more", 1.01)
+    odd = outliers({who: v for who, (v, _) in temperatures.items()}, "more", HOT_RATIO)
     return [
         derive(catalog, "derived.gpu.hot", temperatures[o.name][1], attrs={"celsius": o.value, "peers": o.peers})
         for o in odd

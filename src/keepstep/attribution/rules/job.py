@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from keepstep.attribution.rules.late import section_outlasted, steps_apart, stuck_alone, who_is_late
+from keepstep.attribution.rules.late import (
+    limit_too_short,
+    own_collectives,
+    section_outlasted,
+    steps_apart,
+    stuck_alone,
+    who_is_late,
+)
 from keepstep.attribution.rules.leftovers import leftovers
 from keepstep.attribution.rules.lives import (
     clean_end,
+    first_failure,
     no_restart_lost,
     outgrew_host,
     same_again,
@@ -30,6 +38,8 @@ JOB_RULES = (
     steps_apart,
     stuck_alone,
     section_outlasted,
+    own_collectives,
+    limit_too_short,
     node_pairs,
     transport_changes,
     workarounds,
@@ -42,6 +52,7 @@ JOB_RULES = (
     no_restart_lost,
     stale_store,
     outgrew_host,
+    first_failure,
     missing_dumps,
     context_not_recovered,
     probe_crashed_it,

@@ -23,6 +23,9 @@ WAITS = frozenset(
         "gloo.timeout",
         "stack.collective",
         "jax.barrier_timeout",
+        "ncclras.mismatch",
+        "fr.trace_missing",
+        "torch.desync_report",
     }
 )
 """Signatures whose rank waits for others."""
@@ -80,7 +83,9 @@ def waits(events: Sequence[Event]) -> list[Wait]:
     found: dict[tuple[object, ...], Wait] = {}
     for event in events:
         rank = waiting_rank(event)
-        if event.signature not in WAITS or (event.signature == "torch.monitored_barrier" and rank is None):
+        if event.signature not in WAITS or "about_rank" in event.attrs:
+            continue
+        if event.signature == "torch.monitored_barrier" and rank is None:
             continue
         attrs = event.attrs
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))

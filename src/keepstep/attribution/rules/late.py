@@ -97,8 +97,13 @@ def late_ranks(events: Sequence[Event], waiting: Sequence[Wait]) -> list[Late]:
 
 def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
     found: set[int] = set()
-    for event in of(events, "torch.desync_report", "torch.monitored_barrier", "jax.barrier_timeout", "jax.task_lost"):
+    for event in events:
         found.update(ranks_of(event.attrs.get("late_ranks")))
+    for event in events:
+        about = event.attrs.get("about_rank")
+        # NCCL's RAS names the ranks that are behind.
+        if event.signature.startswith("ncclras.") and isinstance(about, int):
+            found.add(about)
     for event in of(events, "torch.store_owner_late"):
         owner = number(event.attrs.get("owner_rank"))
         # Within another group than the job's these are not ranks of the job.
@@ -134,7 +139,7 @@ def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog
     begin = begin_of_wait(waiting)
     activity = _activity(own, waiting, begin)
     count = len({w.rank for w in waiting})
-    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op, "seq": waiting[0].seq}
+    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op or "a collective", "seq": waiting[0].seq}
     if activity is None:
         return concluded("derived.absent_rank", catalog, waiting[0].event, attrs, about=late.rank)
     signature, basis = activity
@@ -143,6 +148,8 @@ def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog
 
 def _failed(event: Event, catalog: Catalog) -> bool:
     """Whether an event says that its rank failed of something that has an entry of its own."""
+    if event.signature.startswith("derived."):
+        return False
     entry = catalog[event.signature]
     if entry.role == "root" and entry.severity in ("error", "fatal"):
         return True
@@ -162,7 +169,9 @@ def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | Non
     acts = [e for e in own if e.signature in CONCLUSION_OF]
     if not acts:
         return None
-    during = [e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))]
+    during = [
+        e for e in acts if _during(e, begin_ns, last) and (e.signature != PROGRESS or _went_on(e, begin_ns, last))
+    ]
     telling = [e for e in during if e.signature != PROGRESS] or during
     if telling:
         # The first thing it was at when the others began to wait is what they waited for.
@@ -272,4 +281,39 @@ def section_outlasted(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             if any(word in name for word in words):
                 attrs = {k: event.attrs.get(k) for k in ("section", "seconds", "limit")}
                 return [concluded(signature, catalog, event, attrs)]
+    return []
+
+
+OWN_COLLECTIVES = {"job.monitor_collective": "derived.monitor_deadlock", "job.save_collective": "derived.save_deadlock"}
+"""What a waiting rank may be in besides the training's own collectives, and the conclusion."""
+
+
+def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ranks that wait in a collective of a monitor or of a save, where nothing that failed kept the others away."""
+    waiting = waits(events)
+    if not waiting or any(_failed(e, catalog) for e in events):
+        return []
+    first = min(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    waiters = {w.rank for w in waiting}
+    for signature, conclusion in OWN_COLLECTIVES.items():
+        for event in of(events, signature):
+            if event.rank is not None and event.rank not in waiters:
+                continue
+            later = [e for e in of(events, PROGRESS) if e.rank == event.rank and compare(event, end_of(e)) == "before"]
+            if compare(first, event) != "before" and not later:
+                return [concluded(conclusion, catalog, event, {"waiting": len(waiters)})]
+    return []
+
+
+def limit_too_short(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A heartbeat that a monitor missed while the rank was busy with what takes long and beats no heart."""
+    lost = of(events, "nvrx.heartbeat_lost")
+    busy = of(events, "job.compiling", "job.loading", "job.preparing_data", "job.saving", "job.evaluating")
+    for event in lost:
+        for act in busy:
+            if act.rank in (event.rank, None) or event.rank is None:
+                if any(_failed(e, catalog) for e in events if e.rank == act.rank and e.signature != event.signature):
+                    continue
+                attrs = {"seconds": event.attrs.get("seconds"), "doing": act.evidence.text[:160]}
+                return [concluded("derived.limit_too_short", catalog, event, attrs)]
     return []

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.peers import outliers
+from keepstep.attribution.rules.peers import finite, outliers
 from keepstep.catalog.counters import Counter, counters
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event, Gpu
@@ -211,7 +211,9 @@ def _results(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             and event.attrs.get("by") == "pair"
         ):
             for pair, points in dict(event.attrs.get("values") or {}).items():
-                runs.append((tuple(split_pair(pair)), statistics.fmean(points), event))
+                known = finite(points)
+                if known:
+                    runs.append((tuple(split_pair(pair)), statistics.fmean(known), event))
     common = common_low(runs)
     if common is None:
         return []

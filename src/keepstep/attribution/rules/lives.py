@@ -27,10 +27,12 @@ TEARDOWN = (
 )
 """What a process may still say when the job has ended well."""
 
+ENDED_BY = ("exit.sigterm", "exit.stopped_from_outside")
+
 UNEVEN = ("torch.watchdog_timeout", "torch.blocking_wait_timeout", "gloo.timeout")
 """Ranks that still waited when one said that it had ended: it ended too early."""
 
-RESTARTS = ("job.started", "elastic.restarting")
+RESTARTS = ("job.started", "elastic.restarting", "elastic.membership_changed")
 FAILING_ROLES = ("root", "cascade")
 
 FINGERPRINTED = (
@@ -61,12 +63,19 @@ def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Ev
     if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
     success = min(done, key=canonical)
-    late = [e for e in of(events, *TEARDOWN) if compare(e, success) in ("after", "together")]
-    if not late or any(_really_failed(e, catalog) for e in events):
+    late = [e for e in events if _of_teardown(e) and compare(e, success) in ("after", "together")]
+    if not late or any(_really_failed(e, catalog) for e in events if e not in late):
         return []
     return [
         concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
     ]
+
+
+def _of_teardown(event: Event) -> bool:
+    """Whether an event is one of those that follow the end of a job: connections that go, a scheduler that clears up."""
+    return (
+        event.signature in TEARDOWN or event.signature in ENDED_BY or event.kind in ("sched.time_limit", "sched.cancel")
+    )
 
 
 def clean_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -240,3 +249,13 @@ def outgrew_host(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if str(kill.attrs.get("pid")) in pids or (str(kill.attrs.get("task", "")).startswith(JOB_TASKS) and reported):
             return [concluded("derived.outgrew_host", catalog, kill, {"task": kill.attrs.get("task")})]
     return []
+
+
+def first_failure(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Of several failed ranks the one that failed first by its own clock, whatever was printed first."""
+    failed = [e for e in of(events, "elastic.rank_failed") if e.time_ns is not None and e.rank is not None]
+    if len({e.rank for e in failed}) < 2:
+        return []
+    first = min(failed, key=lambda e: (e.time_ns or 0, not e.attrs.get("root"), e.order))
+    attrs = {"how": first.attrs.get("how"), "failed": len(failed), "host": first.node or "its host"}
+    return [concluded("derived.first_failure", catalog, first, attrs)]

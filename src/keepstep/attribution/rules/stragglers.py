@@ -29,6 +29,8 @@ from keepstep.records.event import Event, Gpu
 
 SLOW_RATIO = 1.1
 """Ten percent above the median of the peers; a healthy fleet varies by two or three."""
+CLEAR_RATIO = 1.5
+"""From this on two samples are enough: dlrover calls twice the median in two rounds a straggler."""
 SCORE_LIMIT = 0.75
 """NVRx's own limit, for scores of which 1 is as fast as the fastest."""
 WAIT_RATIO = 2.0
@@ -96,7 +98,8 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     found = []
     for one in bad[:8]:
         points = len(measured[one.name])
-        signature = _signature(kind, constant == one.name or points >= LEAST_POINTS, str(event.attrs.get("by")))
+        lasting = constant == one.name or points >= LEAST_POINTS or (points > 1 and one.ratio >= CLEAR_RATIO)
+        signature = _signature(kind, lasting, str(event.attrs.get("by")))
         attrs = {
             "metric": event.attrs.get("metric"),
             "value": one.value,

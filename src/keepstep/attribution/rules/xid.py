@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from keepstep.attribution.current import begin_after
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.xid import NVLINK5_CODES
 from keepstep.records.event import Event
+from keepstep.records.verdict import NODE_ACTIONS
 
 APPLICATION = frozenset({13, 31, 32, 43, 68, 69})
 """Codes that programs cause."""
@@ -29,7 +30,6 @@ GSP_BRANCHES = {515: 9999, 520: 9999, 525: 147, 530: 9999, 535: 129, 545: 9999, 
 """Driver branches whose GSP firmware is known to stop answering on healthy GPUs, with the first minor release without the
 best-known of these faults (9999: none). Reports: open-gpu-kernel-modules #446, #739; release notes of 525.147, 535.129, 550.90."""
 
-_UNIT = re.compile(r"GPC (?P<gpc>\d{1,3}), TPC (?P<tpc>\d{1,3})")
 _WANTS = ("reset", "reboot", "drain_p2p", "drain_and_reset")
 
 
@@ -68,6 +68,8 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_applications(found, catalog),
         *_gsp(found, events, catalog),
         *_no_rows(found, events, catalog),
+        *_reset_due(found, events, catalog),
+        *_driver_wants(found, catalog),
     ]
 
 
@@ -117,6 +119,31 @@ def _recovered(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     return recovered
 
 
+def _driver_wants(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
+    """What the driver wants for a GPU, where nothing else in the text says why."""
+    explained = {x.gpu for x in found if x.code != 154 and x.code not in TEARDOWN}
+    wanted = []
+    for gpu, own in by_gpu(x for x in found if x.code == 154).items():
+        word = str(own[-1].event.attrs.get("recovery_action", ""))
+        if gpu not in explained and word in _WANTS:
+            said = [x.event.signature for x in own]
+            wanted.append(derive(catalog, f"derived.xid.wants_{word}", own[0].event, explains=sorted(set(said))))
+    return wanted
+
+
+def _reset_due(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A row that waits for a reset on a GPU that works: steps were made after it, whatever the error had ended before."""
+    waiting = [x for x in found if x.code == 63]
+    steps = [e for e in events if e.kind == "job.progress"]
+    broken = {x.gpu for x in found if x.code not in (63, 94, 92) and x.code not in TEARDOWN and x.code != 154}
+    explains = ["xid.63", "xid.94", "xid.94.reset", "gpu.remap_pending"]
+    return [
+        derive(catalog, "derived.xid.reset_due", x.event, explains=explains)
+        for x in waiting[:1]
+        if x.gpu not in broken and any(begin_after(x.event, step) for step in steps)
+    ]
+
+
 def _nonfatal_links(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     """Link errors that the driver itself calls non-fatal, whatever a monitor made of them."""
     links = [x for x in found if x.code in NVLINK5_CODES]
@@ -124,6 +151,8 @@ def _nonfatal_links(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     others = [x for x in found if x.code not in NVLINK5_CODES and x.code not in TEARDOWN and not _wants_nothing(x)]
     if not said or others or any(x.event.attrs["fatal"] != "no" for x in said):
         return []
+    if any(catalog[x.event.signature].action in NODE_ACTIONS for x in said):
+        return []  # the registers say more than the word
     return [derive(catalog, "derived.xid.nonfatal", event) for event in _last_of_each(said)]
 
 
@@ -174,8 +203,8 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
 def suspicious(code: int, members: Sequence[Xid]) -> bool:
     """Whether one GPU stopped different programs with the same code; for 13 in the same corner of the chip."""
     if code == 13:
-        units = [m.groups() for x in members if (m := _UNIT.search(x.event.evidence.text))]
-        if units and len(set(units)) > 1:
+        units = {(x.event.attrs["gpc"], x.event.attrs.get("tpc")) for x in members if "gpc" in x.event.attrs}
+        if len(units) > 1:
             return False
     names = {str(x.event.attrs["name"]) for x in members if x.event.attrs.get("name")}
     count = len(programs(members))

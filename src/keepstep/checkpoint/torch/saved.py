@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from typing import Any, Literal, NamedTuple
 
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
-from keepstep.checkpoint.format.pickles import Global, Persistent, Record, parse_pickle
+from keepstep.records.pickles import Global, Persistent, Record, parse_pickle
 from keepstep.records.errors import ConfigError, StorageError, VerificationError
 
 DTYPES: dict[str, str] = {

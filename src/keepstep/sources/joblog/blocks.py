@@ -38,6 +38,7 @@ def block_events(document: Document, catalog: Catalog) -> Iterator[Event]:
     """What all readers find in a document. A stream of the kernel is no job's log."""
     if document.lines and all(line.stream == "kernel" for line in document.lines[:50]):
         return
+    text = document.text
     for reader in BLOCK_READERS:
-        if any(trigger in line.text for line in document.lines for trigger in reader.triggers):
+        if any(trigger in text for trigger in reader.triggers):
             yield from reader.read(document, catalog)

@@ -23,6 +23,7 @@ CYCLE_TRIGGERS = ("cycle", "attempt", "restart", "Cycle", "Attempt", "Restart")
 DUMP_TRIGGERS = ("_rank_", "trace_", "rank")
 
 _CYCLE = re.compile(r"(?i)(?:^|[\s\[(])(?:cycle|attempt|restart(?:_count)?)[ =:#]+(?P<cycle>\d{1,6})\b(?P<rest>.*)$")
+_QUICK = re.compile("[Cc]ycle|[Aa]ttempt|[Rr]estart|CYCLE|ATTEMPT")
 _PAIR = re.compile(r"(?<![\w.])(?P<key>[A-Za-z_][\w.]{0,40})=(?P<value>\"[^\"]{0,200}\"|[^\s,;]{1,200})")
 _SIGNAL = re.compile(r"\b(?P<signal>SIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|USR[12]))\b")
 _OUTCOME = re.compile(r"(?P<type>(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception))\b(?:: (?P<message>.*))?$")
@@ -38,7 +39,7 @@ def read_cycles(document: Document, catalog: Catalog) -> Iterator[Event]:
     count = 0
     for line in document.lines:
         text = line.text
-        match = _CYCLE.search(text[:2000])
+        match = _CYCLE.search(text[:2000]) if _QUICK.search(text) is not None else None
         if match is None:
             continue
         pairs = {m["key"].lower(): m["value"].strip('"') for m in _PAIR.finditer(text[:2000])}

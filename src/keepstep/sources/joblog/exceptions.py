@@ -36,7 +36,8 @@ _GROUP = re.compile(r"^(?P<bars>(?:\s*[|+](?: |$|-+ ?\d* ?-*))+)")
 _CAUSE = re.compile(r"The above exception was the direct cause of the following exception:")
 _DURING = re.compile(r"During handling of the above exception, another exception occurred:")
 _BARE = re.compile(
-    r"^(?:.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |-> ?|\| |, failed: |\[\w+\] ))?"
+    r"^(?:[\w.-]{1,63}: |.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |"
+    r"-> ?|\| |, failed: |\[\w+\] ))?"
     r"(?P<type>(?:[a-z_][\w]*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|NotFound|Timeout)): (?P<message>\S.*)$"
 )
 

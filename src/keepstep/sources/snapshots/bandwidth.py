@@ -20,7 +20,7 @@ WORDS = (
     "nThread",
     "nvbandwidth",
     "bandwidth (GB/s)",
-    "Bandwidth Matrix",
+    "Matrix (GB/s)",
     "_memcpy_",
     "#wrong",
 )
@@ -32,8 +32,8 @@ _RESULT = re.compile(
     r"(?:\s+[\d.]+\s+[\d.]+\s+(?P<bus2>[\d.]+)\s+(?P<wrong2>\d+|N/A))?"
 )
 _WRONG = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)\s*(?P<verdict>\w+)?")
-_MATRIX = re.compile(r"(?:(?P<kind>[\w ]+?)\s+)?(?:bandwidth \(GB/s\)|Bandwidth Matrix \(GB/s\))", re.IGNORECASE)
-_CELLS = re.compile(r"\s*(?P<row>\d{1,3})\s+(?P<cells>(?:(?:[\d.]+|N/A)\s*){1,64})\Z")
+_MATRIX = re.compile(r"bandwidth.{0,40}\(GB/s\)\s*\Z", re.IGNORECASE)
+_CELLS = re.compile(r"\s*(?P<row>\d{1,3})\s+(?P<cells>(?:[\d.]++|N/A)(?:\s++(?:[\d.]++|N/A)){0,63})\s*\Z")
 
 
 def parse(document: Document, catalog: Catalog) -> list[Event] | None:

@@ -28,7 +28,6 @@ _SETUP = frozenset({
     "software", "deployment", "fabric manager",
 })  # fmt: skip
 """Tests of how the machine is set up, not of its hardware."""
-_ROW = re.compile(r"\s*\|\s*(?P<name>[^|]*?)\s*\|\s*(?P<result>[^|]*?)\s*\|?\s*\Z")
 _VERDICT = re.compile(r"(?P<verdict>Pass|Fail|Warn(?:ing)?|Skip|Healthy|Failure)\b(?P<rest>.*)\Z")
 _GPUS = re.compile(r"GPUs?:?\s*(?P<ids>\d{1,3}(?:\s*,\s*\d{1,3})*)")
 _LINE = re.compile(r"dcgmi diag\b[^:|]*[:=]\s*(?P<verdict>Pass|PASS|pass|Fail|FAIL|fail)\w*")
@@ -98,25 +97,31 @@ def _table_findings(document: Document) -> Iterator[Finding]:
             yield Finding("diag", said["verdict"].lower(), (), line.text.strip(), line, False)
             continue
         health = "Health" in line.text or (health and "Diagnostic" not in line.text)
-        row = _ROW.match(line.text)
-        name = row["name"].lstrip("-> ") if row is not None else ""
+        row = _row(line.text)
+        name = row[0].lstrip("-> ") if row is not None else ""
         if pending is not None and (row is None or name):
             yield pending
             pending = None
         if row is None:
             continue
         if pending is not None:
-            pending = pending._replace(message=f"{pending.message} {row['result']}".strip())
+            pending = pending._replace(message=f"{pending.message} {row[1]}".strip())
         elif not health:
-            yield from _test_row(name, row["result"], line)
+            yield from _test_row(name, row[1], line)
         elif named := re.fullmatch(r"(?:GPU(?: ID)?:? )?(\d{1,3})", name):
             gpus = (int(named.group(1)),)
-        if health and (watch := _WATCH.search(row["result"])) is not None:
+        if health and (watch := _WATCH.search(row[1])) is not None:
             yield Finding(watch["system"], watch["verdict"].lower(), gpus, watch["what"] or "", line, True)
-        elif health and row["result"] in {"Warning", "Failure"} and _SYSTEM.match(name):
-            pending = Finding(name, row["result"].lower(), gpus, "", line, True)
+        elif health and row[1] in {"Warning", "Failure"} and _SYSTEM.match(name):
+            pending = Finding(name, row[1].lower(), gpus, "", line, True)
     if pending is not None:
         yield pending
+
+
+def _row(text: str) -> tuple[str, str] | None:
+    """The two cells of a row."""
+    cells = [cell.strip() for cell in text.strip().split("|", 4)]
+    return (cells[1], cells[2]) if len(cells) in (3, 4) and not cells[0] else None
 
 
 def _test_row(name: str, result: str, line: Line) -> Iterator[Finding]:

@@ -35,7 +35,6 @@ _GOVERNOR = re.compile(
     r"(?:scaling_governor\S*\s*[:=]?\s*|The governor \"|current policy:?\s*.*?governor\s+\"?)"
     r"(?P<governor>powersave|conservative|ondemand|performance|schedutil)\b"
 )
-_PS_HEADER = re.compile(r"\s*(?=.*\bPID\b)(?=.*\bPPID\b)(?P<names>[A-Z%+ _]+?)\s*\Z")
 _PS_COLUMNS = re.compile(r"\bps\b.*?-\w*o\s*(?P<names>[a-z,%_]+)")
 
 
@@ -72,9 +71,9 @@ def _processes(document: Document, catalog: Catalog) -> Iterator[Event]:
             pid = int(gone["pid"] or gone["killed"] or gone["said"])
             yield make(catalog, "process.absent", document, line, attrs={"pid": pid})
             continue
-        header = _PS_HEADER.match(line.text)
-        if header is not None:
-            columns = header["names"].split()
+        words = line.text.split()
+        if "PID" in words and "PPID" in words:
+            columns = words
             continue
         if columns and "PPID" in columns:
             yield from _orphan(line, columns, document, catalog)

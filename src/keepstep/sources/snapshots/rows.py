@@ -6,6 +6,7 @@ rows of the same form here; what they mean is told elsewhere.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from keepstep.sources.documents import Document, Line
-from keepstep.sources.snapshots.making import lines_of, node_of
+from keepstep.sources.snapshots.making import LINE_LIMIT, lines_of, node_of
 from keepstep.sources.snapshots.metrics import gpu_level, is_counter, is_speed, metric_kind
 from keepstep.sources.snapshots.port_counters import elapsed_of
 
@@ -44,13 +45,13 @@ _GLUED = re.compile(rf"(?<=\d) (?={_UNITS}(?:[\s|,;]|\Z))")
 _CELL = re.compile(rf"{_VALUE}\Z")
 _PAREN = re.compile(r"\s*[(\[](?P<unit>[^)\]]*)[)\]]\s*\Z")
 _KEYED = re.compile(
-    rf"(?P<key>[A-Za-z_][\w.%-]*(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))"
+    rf"(?<![\w.%-])(?P<key>[A-Za-z_][\w.%-]*+(?:/Rnk)?)\"?\s*[=:]\s*\"?(?:{_VALUE}|(?P<word>[A-Za-z][\w.:-]*+)(?!\s*=))"
 )
 _NAMED = re.compile(
     r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
 )
 _LOOSE = re.compile(
-    r"(?P<key>[A-Za-z_][\w-]*(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
+    r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
     rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
 )
 _ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
@@ -120,7 +121,10 @@ def read(document: Document) -> Iterator[Row]:
 def _rows(line: Line, text: str, headers: list[_Header], heading: Value) -> Iterator[Row]:
     """The rows of one line, by the first form that fits."""
     for header in headers:
-        row = _table_row(line, text, header)
+        # A time in the first column may have been taken for the prefix of a log.
+        row = _table_row(line, text, header) or (
+            _table_row(line, line.raw[:LINE_LIMIT].strip(), header) if line.raw != line.text else None
+        )
         if row is not None:
             yield row
             return
@@ -169,6 +173,7 @@ def _headers(text: str) -> list[_Header]:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _measures(name: str, unit: str) -> bool:
     return (
         metric_kind(name, unit.split("/", maxsplit=1)[0] if unit in {"max/min", "cur/max"} else unit) is not None
@@ -177,6 +182,7 @@ def _measures(name: str, unit: str) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
@@ -291,8 +297,9 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
     yield from _grouped(line, sorted(marks), sorted(values), step)
     others = _OTHERS.search(text)
     if others is not None and marks:
-        last = values[-1][1]
-        yield Row(line, {marks[0][1]: "others"}, [last._replace(text=others["value"])], step)
+        before = [v for position, v in sorted(values, key=lambda p: p[0]) if position < others.start()]
+        if before:
+            yield Row(line, {marks[0][1]: "others"}, [before[-1]._replace(text=others["value"])], step)
 
 
 def _grouped(

@@ -15,7 +15,7 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.fields import BY_QUERY, IDENTITY
 from keepstep.sources.snapshots.gpu_health import gpu_events, process_event
-from keepstep.sources.snapshots.making import lines_of
+from keepstep.sources.snapshots.making import LINE_LIMIT, lines_of
 from keepstep.sources.snapshots.samples import Building, GpuSample, named
 
 _UNIT = re.compile(r"\s*\[[^\]]*\]\s*\Z")
@@ -71,7 +71,10 @@ def read(document: Document) -> list[Row]:
         if (header := _columns(cells)) and not any(cell.isdigit() for cell in cells):
             columns = header
             continue
-        if columns and len(cells) == len(columns) and len(columns) > 0:
+        if columns and len(cells) != len(columns):
+            # A time in the first column was taken for the prefix of a log.
+            cells = [cell.strip() for cell in line.raw[:LINE_LIMIT].split(",")]
+        if columns and len(cells) == len(columns):
             rows.append(Row(line, dict(zip(columns, cells, strict=True)), sample))
     return rows
 
@@ -82,8 +85,8 @@ def _columns(cells: list[str]) -> list[str]:
     known = [n for n in names if n in BY_QUERY or n in IDENTITY or n in _APP_COLUMNS]
     if not known or len(known) * 2 < len(names):
         return []
-    # One name alone is too little: "name" or "index" may head any table.
-    return names if any("." in n for n in known) or len(known) > 1 or known[0] in BY_QUERY else []
+    # "name", "index" or "pid" may head any table; names with a dot or underscore are nvidia-smi's own.
+    return names if any(("." in n or "_" in n or n == "pstate") for n in known) else []
 
 
 def _samples(rows: list[Row]) -> list[GpuSample]:

@@ -72,6 +72,8 @@ def read(document: Document) -> tuple[list[GpuSample], list[tuple[Line, int, str
     headers = 0
     pid: int | None = None
     for line in lines_of(document):
+        if not line.text or line.text.isspace():
+            continue
         header = _HEADER.match(line.text)
         entry = None if header else _ENTRY.match(line.text)
         if header is not None:

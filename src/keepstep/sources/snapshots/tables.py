@@ -12,7 +12,7 @@ from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots import smi_csv
 from keepstep.sources.snapshots.fields import BY_NAME
 from keepstep.sources.snapshots.gpu_health import gpu_events
-from keepstep.sources.snapshots.making import EVENTS_LIMIT, gpu_named, make, number
+from keepstep.sources.snapshots.making import EVENTS_LIMIT, LINE_LIMIT, gpu_named, make, number
 from keepstep.sources.snapshots.metrics import gpu_level, is_counter, metric_kind, reasons_in, words_of
 from keepstep.sources.snapshots.rows import Row, Value, read
 from keepstep.sources.snapshots.samples import Building, GpuSample
@@ -44,14 +44,20 @@ WORDS = (
     "machine",
 )
 
+_FLAGGED = re.compile(
+    r"(?:straggl\w{0,8}|slow(?:est)?|worse)\b[^\[{(]{0,60}[\[{(](?P<ids>[\w,.'\" :=-]{1,200})[\])}]", re.IGNORECASE
+)
+"""A report that names its stragglers in brackets: "Affected ranks: [21]"."""
+_SAID = re.compile(
+    r"\b(?P<what>(?:hw|sw)[ _-]?(?:thermal|power[ _-]?brake|slowdown)(?:[ _-]?slowdown)?)\s*(?::|=|is)?\s*(?:active|engaged)\b",
+    re.IGNORECASE,
+)
+_LISTED = re.compile(r"\s*[HS]W [A-Za-z ]+?\s*:\s*(?:Not )?Active\s*\Z")
+"""A line of the tool's own listing, which has its reader."""
 _MEGATRON = re.compile(
     r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})"
 )
-_NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]*['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
-_SLOW_LIST = re.compile(
-    r"(?:straggl\w+|slow(?:est)?)[^\[{(]{0,60}?(?:ranks?|nodes?|gpus?)\W{0,4}[\[{(](?P<ids>[^\])}]{0,400})[\])}]",
-    re.IGNORECASE,
-)
+_NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]{0,40}['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
 
 
 def parse(document: Document, catalog: Catalog) -> list[Event] | None:
@@ -62,7 +68,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
         return None
     rows = list(read(document))
     # What nvidia-smi wrote itself has its own reader.
-    samples = [] if smi_csv.read(document) else _gpu_samples(rows)
+    samples = [] if smi_csv.read(document) else _gpu_samples(rows) + _said(document, rows)
     events = gpu_events(samples, document, catalog)
     events += total_events(_totals(rows), document, catalog)
     events += _series(rows, document, catalog)
@@ -80,15 +86,35 @@ def _gpu_samples(rows: Iterable[Row]) -> list[GpuSample]:
             continue
         key = (row.about.get("node", ""), index)
         building = Building(number=max(row.sample, seen.get(key, -1) + 1))
-        building.identity = (
-            {"index": re.sub(r"\D", "", index)[:4]} if not index.startswith(("GPU-", "MIG-")) else {"uuid": index}
-        )
+        named = index.startswith(("GPU-", "MIG-")) or index == "others"
+        building.identity = {"uuid": index} if named else {"index": re.sub(r"\D", "", index)[:4]}
         building.node = row.about.get("node") or row.line.node
         for value in row.values:
             _set_level(building, value, row.line)
         sample = building.finish()
         if sample is not None and not _only_timing(sample):
             seen[key] = sample.number
+            samples.append(sample)
+    return samples
+
+
+def _said(document: Document, rows: Iterable[Row]) -> list[GpuSample]:
+    """Reasons for lower clocks that stand in a sentence, of the GPU that it or the last row before it names."""
+    samples = []
+    at = {row.line.number: row.about["gpu"] for row in rows if row.about.get("gpu", "others") != "others"}
+    last = ""
+    for line in document.lines:
+        last = at.get(line.number, last)
+        match = _SAID.search(line.text[:LINE_LIMIT])
+        if match is None or _LISTED.match(line.text):
+            continue
+        building = Building()
+        building.identity = {"index": re.sub(r"\D", "", last)[:4]}
+        for reason in reasons_in(match["what"]) or {}:
+            building.levels[reason] = True
+            building.lines[reason] = line
+        sample = building.finish()
+        if sample is not None:
             samples.append(sample)
     return samples
 
@@ -211,6 +237,10 @@ def _slowest(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[
     if first is not None:
         attrs = {"slowest": names[-POINTS_LIMIT:], "values": {k: v[-POINTS_LIMIT:] for k, v in values.items()}}
         events.append(make(catalog, "straggler.slowest", document, first, attrs=attrs))
+    flagged = _flagged(document)
+    if len(flagged) > 1:
+        named = {"slowest": [name for name, _ in flagged][-POINTS_LIMIT:], "values": {}}
+        events.append(make(catalog, "straggler.slowest", document, flagged[0][1], attrs=named))
     if extremes and line is not None:
         events.append(
             make(
@@ -222,6 +252,19 @@ def _slowest(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[
             events.append(make(catalog, "straggler.no_scores", document, said))
             break
     return events
+
+
+def _flagged(document: Document) -> list[tuple[str, Line]]:
+    """The one rank or node that each report of a detector names; reports that name none or several are left out."""
+    found = []
+    for line in document.lines:
+        match = _FLAGGED.search(line.text[:LINE_LIMIT])
+        if match is None or "rank" not in line.text.lower() and "node" not in line.text.lower():
+            continue
+        ids = re.findall(r"(?:rank\W{0,2})?(\b[\w.-]*\d\b)", match["ids"])
+        if len(set(ids)) == 1:
+            found.append((ids[0], line))
+    return found
 
 
 def _extremes(document: Document) -> tuple[list[str], Line | None]:

@@ -1,9 +1,12 @@
 """Reading a pickle as data: the stream is parsed, nothing in it is looked up, imported or called.
 
-Files of torch's own checkpoints are pickles. Python's unpickler turns names in them into objects of this process and calls
-them; this reader has no such step. A name must be one of `allowed`, and what a stream builds from it comes back as a
+Checkpoints and flight-recorder dumps of torch are pickles. Python's unpickler turns names in them into objects of this process
+and calls them; this reader has no such step. A name must be one of `allowed`, and what a stream builds from it comes back as a
 `Record` that says so. Opcodes and their arguments: CPython's Lib/pickletools.py, protocols 0 to 5; those that torch never
 writes are refused.
+
+An unpickler that refuses every name would not do for untrusted files. In CPython 3.11 a memo index of 2^32 in a stream of ten bytes
+makes it clear 64 GB of memory, and a key of nested tuples makes it hash until its stack or our patience ends.
 """
 
 from __future__ import annotations
@@ -15,6 +18,12 @@ from typing import Any, NamedTuple
 from keepstep.records.errors import VerificationError
 
 MAX_LONG_BYTES = 1 << 16
+MAX_KEY_PARTS = 100
+"""Values within a tuple that is a key, nested ones counted: a tuple's hash is computed again each time."""
+MAX_ODD_KEYS = 5000
+"""Keys of one stream whose hashes a stranger can choose to be all the same, each key then compared with all others: tuples, and
+integers beyond 64 bits (integers hash to themselves modulo 2^61 - 1)."""
+PLAIN_KEYS = frozenset({str, bool, type(None), bytes, float})
 
 
 class Global(NamedTuple):
@@ -41,18 +50,11 @@ class Record:
         self.items: list[tuple[Any, Any]] = []
 
 
-class _Mark:
-    """Where a group of operands begins on the stack."""
-
-
-_MARK = _Mark()
-
-
-def parse_pickle(data: memoryview, allowed: frozenset[str], what: str, *, begin: int = 0) -> tuple[Any, int]:
+def parse_pickle(data: bytes | memoryview, allowed: frozenset[str], what: str, *, begin: int = 0) -> tuple[Any, int]:
     """The value of the pickle at `begin` of `data`, and where it ends.
 
     Raises VerificationError, with `what` in the message, for a name that is not allowed (it is said), an opcode that is
-    not known here, or a stream that makes no sense.
+    not known here, or a stream that makes no sense. Takes time and memory in proportion to `data`, at most some 40 times its size.
     """
     machine = _Machine(data, allowed, begin)
     try:
@@ -63,38 +65,81 @@ def parse_pickle(data: memoryview, allowed: frozenset[str], what: str, *, begin:
         raise VerificationError(f"{what}: not a pickle this version can read: {error!r}") from None
 
 
-class _Machine:
-    """Stack, memo and position of one stream. One method an opcode, found by `_OPCODES`."""
+_UINT16 = struct.Struct("<H").unpack_from
+_INT32 = struct.Struct("<i").unpack_from
+_UINT32 = struct.Struct("<I").unpack_from
 
-    def __init__(self, data: memoryview, allowed: frozenset[str], begin: int) -> None:
+
+class _Machine:
+    """Stack, memo and position of one stream. `marks`: heights of the stack at which groups of operands begin."""
+
+    def __init__(self, data: bytes | memoryview, allowed: frozenset[str], begin: int) -> None:
         self.data = data
         self.allowed = allowed
         self.at = begin
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.odd_keys = 0
 
     def run(self) -> Any:
-        data, opcodes = self.data, _OPCODES
+        """Parse up to STOP. What streams consist of is done here, most frequent first; the rest has a method an opcode."""
+        data, stack, marks, memo, rare = self.data, self.stack, self.marks, self.memo, _OPCODES
+        push = stack.append
+        at = self.at
         while True:
-            code = data[self.at]
-            self.at += 1
-            if code == 0x2E:  # STOP
-                if len(self.stack) != 1:
-                    raise ValueError(f"{len(self.stack)} values are left")
-                return self.stack.pop()
-            step = opcodes[code]
-            if step is None:
-                raise VerificationError(f"pickle opcode 0x{code:02x} is not read here")
-            step(self)
+            code = data[at]
+            if code == 0x68:  # BINGET
+                push(memo[data[at + 1]])
+                at += 2
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+                at += 1
+            elif code == 0x4D:  # BININT2
+                push(_UINT16(data, at + 1)[0])
+                at += 3
+            elif code == 0x5D:  # EMPTY_LIST
+                push([])
+                at += 1
+            elif code == 0x4B:  # BININT1
+                push(data[at + 1])
+                at += 2
+            elif code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif code == 0x71:  # BINPUT
+                memo[data[at + 1]] = stack[-1]
+                at += 2
+            elif code == 0x6A:  # LONG_BINGET
+                push(memo[_UINT32(data, at + 1)[0]])
+                at += 5
+            elif code == 0x4A:  # BININT
+                push(_INT32(data, at + 1)[0])
+                at += 5
+            elif code == 0x4E:  # NONE
+                push(None)
+                at += 1
+            elif code == 0x2E:  # STOP
+                self.at = at + 1
+                if len(stack) != 1 or marks:
+                    raise ValueError(f"{len(stack)} values are left")
+                return stack.pop()
+            else:
+                step = rare[code]
+                if step is None:
+                    raise VerificationError(f"pickle opcode 0x{code:02x} is not read here")
+                self.at = at + 1
+                step(self)
+                at = self.at
 
     # ---- operands
 
-    def take(self, count: int) -> memoryview:
-        if not 0 <= count <= len(self.data) - self.at:
-            raise ValueError(f"{count} bytes at {self.at} are not there")
-        part = self.data[self.at : self.at + count]
-        self.at += count
-        return part
+    def take(self, count: int) -> bytes | memoryview:
+        at, end = self.at, self.at + count
+        if count < 0 or end > len(self.data):
+            raise ValueError(f"{count} bytes at {at} are not there")
+        self.at = end
+        return self.data[at:end]
 
     def unsigned(self, count: int) -> int:
         return int.from_bytes(self.take(count), "little")
@@ -108,25 +153,17 @@ class _Machine:
         return bytes(self.data[begin:end]).decode()
 
     def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
+        if self.marks and len(self.stack) <= self.marks[-1]:
             raise ValueError("a mark where a value should be")
-        return value
+        return self.stack.pop()
 
     def group(self) -> list[Any]:
-        at = len(self.stack) - 1
-        while self.stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise ValueError("no mark")
-        values = self.stack[at + 1 :]
-        del self.stack[at:]
+        height = self.marks.pop()
+        values = self.stack[height:]
+        del self.stack[height:]
         return values
 
     # ---- opcodes
-
-    def mark(self) -> None:
-        self.stack.append(_MARK)
 
     def proto(self) -> None:
         version = self.data[self.at]
@@ -163,13 +200,17 @@ class _Machine:
         self.into([key, value])
 
     def into(self, values: list[Any]) -> None:
+        target, keys = self.stack[-1], values[::2]
         if len(values) % 2:
             raise ValueError("a key without a value")
-        target = self.stack[-1]
         if type(target) is dict:
-            target.update(zip(values[::2], values[1::2], strict=True))
+            if not {*map(type, keys)} <= PLAIN_KEYS:
+                self.odd_keys += sum(map(is_odd_key, keys))
+                if self.odd_keys > MAX_ODD_KEYS:
+                    raise ValueError(f"more than {MAX_ODD_KEYS} keys that are tuples or large integers")
+            target.update(zip(keys, values[1::2], strict=True))
         elif type(target) is Record:
-            target.items.extend(zip(values[::2], values[1::2], strict=True))
+            target.items.extend(zip(keys, values[1::2], strict=True))
         else:
             raise ValueError("items for what is no dict")
 
@@ -204,19 +245,25 @@ class _Machine:
     def persistent(self) -> None:
         self.stack.append(Persistent(self.pop()))
 
-    def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.top()
-
-    def top(self) -> Any:
-        value = self.stack[-1]
-        if value is _MARK:
-            raise ValueError("a mark cannot be remembered")
-        return value
-
     def long(self, count: int) -> None:
         if count > MAX_LONG_BYTES:
             raise ValueError(f"an integer of {count} bytes")
         self.stack.append(int.from_bytes(self.take(count), "little", signed=True))
+
+
+def is_odd_key(key: Any) -> bool:
+    """Whether `key` is one of those that are counted. Raises ValueError for one that is not taken at all, whatever their number."""
+    if type(key) is int:
+        return key.bit_length() > 64
+    parts, waiting = 0, [key]
+    while waiting:
+        part = waiting.pop()
+        parts += 1
+        if type(part) is tuple and parts + len(part) <= MAX_KEY_PARTS:
+            waiting.extend(part)
+        elif type(part) not in PLAIN_KEYS | {int, Global, Record}:
+            raise ValueError(f"a {type(part).__name__} that is not taken as a key")
+    return type(key) is tuple
 
 
 def _text(width: int) -> Callable[[_Machine], None]:
@@ -242,25 +289,8 @@ def _long(width: int) -> Callable[[_Machine], None]:
     return step
 
 
-def _unsigned(width: int) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.stack.append(machine.unsigned(width))
-
-    return step
-
-
-def _get(width: int) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.stack.append(machine.memo[machine.unsigned(width)])
-
-    return step
-
-
-def _put(width: int) -> Callable[[_Machine], None]:
-    def step(machine: _Machine) -> None:
-        machine.memo[machine.unsigned(width)] = machine.top()
-
-    return step
+def _put(machine: _Machine) -> None:
+    machine.memo[machine.unsigned(4)] = machine.stack[-1]
 
 
 def _constant(value: Any) -> Callable[[_Machine], None]:
@@ -278,26 +308,18 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
     return step
 
 
-def _signed_32(machine: _Machine) -> None:
-    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
-
-
 def _float_64(machine: _Machine) -> None:
     machine.stack.append(struct.unpack(">d", machine.take(8))[0])
 
 
 def _opcodes() -> list[Callable[[_Machine], None] | None]:
+    """Those that `_Machine.run` does not do itself."""
     table: list[Callable[[_Machine], None] | None] = [None] * 256
     known: dict[bytes, Callable[[_Machine], None]] = {
         b"\x80": _Machine.proto,
         b"\x95": _Machine.frame,
-        b"(": _Machine.mark,
-        b"N": _constant(None),
         b"\x88": _constant(True),
         b"\x89": _constant(False),
-        b"K": _unsigned(1),
-        b"M": _unsigned(2),
-        b"J": _signed_32,
         b"\x8a": _long(1),
         b"\x8b": _long(4),
         b"G": _float_64,
@@ -312,7 +334,6 @@ def _opcodes() -> list[Callable[[_Machine], None] | None]:
         b"\x86": _tuple(2),
         b"\x87": _tuple(3),
         b"t": _Machine.tuple_from_mark,
-        b"]": lambda machine: machine.stack.append([]),
         b"}": lambda machine: machine.stack.append({}),
         b"a": _Machine.append,
         b"e": _Machine.appends,
@@ -324,11 +345,7 @@ def _opcodes() -> list[Callable[[_Machine], None] | None]:
         b"\x81": _Machine.make,  # NEWOBJ: the class is not looked up, so it is the same as a call
         b"b": _Machine.build,
         b"Q": _Machine.persistent,
-        b"h": _get(1),
-        b"j": _get(4),
-        b"q": _put(1),
-        b"r": _put(4),
-        b"\x94": _Machine.memoize,
+        b"r": _put,
     }
     for code, step in known.items():
         table[code[0]] = step
