@@ -76,6 +76,19 @@ class TestWhatIsDurable:
         assert not told(rules.save_recovered, failed, done, event("ckpt.save_failed", 20))
         assert not told(rules.save_recovered, done)
 
+    def test_a_save_that_outlasts_the_patience_of_the_others(self) -> None:
+        save = event("ckpt.save_took", 1, seconds="712")
+        assert told(rules.save_outlasts, save, event("torch.watchdog_timeout", 9, timeout_ms="600000"))
+        assert not told(rules.save_outlasts, save, event("torch.watchdog_timeout", 9, timeout_ms="1800000"))
+        assert not told(rules.save_outlasts, save)
+
+    def test_ranks_that_wait_for_others_in_a_checkpoint(self) -> None:
+        work, wait = event("ckpt.at_work", 1), event("torch.watchdog_timeout", 900)
+        assert told(rules.stalled_in_checkpoint, work, wait)
+        assert not told(rules.stalled_in_checkpoint, work)
+        assert not told(rules.stalled_in_checkpoint, work, wait, event("storage.throttled", 2))
+        assert not told(rules.stalled_in_checkpoint, wait, event("ckpt.at_work", 901))
+
 
 class TestResume:
     @pytest.mark.parametrize("there", ["ckpt.listed", "ckpt.tracker", "ckpt.committed"])
@@ -94,6 +107,10 @@ class TestResume:
         found = conclusion(rules.state_differs, *self.ranks(("a", "a"), ("b", "a"), ("c", "a")))
         assert (found.attrs["ranks"], found.attrs["of"], found.attrs["one_copy"], found.rank) == (2, 3, True, None)
         assert not told(rules.state_differs, *self.ranks(("A0", "a0"), ("b", "b")))
+
+    def test_what_was_staged_and_what_is_on_disk(self) -> None:
+        assert told(rules.state_differs, event("ckpt.staged_compare", 1, saved="5C02", restored="77e1"))
+        assert not told(rules.state_differs, event("ckpt.staged_compare", 1, saved="5C02", restored="5c02"))
 
     def test_positions(self) -> None:
         assert told(rules.state_differs, event("ckpt.position", 1, name="iter", got="5", expected="20"))

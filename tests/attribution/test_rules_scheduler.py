@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from keepstep.attribution.rules import scheduler as rules
+from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.records.event import Event
-from tests.attribution.ruling import conclusion, event, steps, told
+from tests.attribution.ruling import catalog, conclusion, event, steps, told
 
 
 class TestWhoEndedTheJob:
@@ -222,3 +224,16 @@ class TestNodes:
         assert told(rules.mounted_read_only, error, setting) == ["derived.sched.mounted_read_only"]
         assert not told(rules.mounted_read_only, error)
         assert not told(rules.mounted_read_only, error, setting, event("block.io_error", 0))
+
+
+class TestManyEvents:
+    def test_a_storm_takes_seconds_at_most(self) -> None:
+        ids = sorted(entry.id for entry in catalog())
+        story = [
+            event(ids[n % len(ids)], n, line=n, node=f"n{n % 50}", job=str(n % 7), step=str(n)) for n in range(12_000)
+        ]
+        story += [steps(n, n + 5) for n in range(2000)]
+        begin = time.process_time()
+        for rule in (*rules.SCHEDULER_RULES, *CHECKPOINT_RULES):
+            rule(story, catalog())
+        assert time.process_time() - begin < 15

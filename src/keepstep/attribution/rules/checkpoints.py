@@ -20,7 +20,7 @@ UNREADABLE = frozenset({"ckpt.torn_file", "ckpt.no_metadata"})
 KILLS = frozenset(
     {"exit.sigkill", "exit.sigterm", "signal.stop_received", "exit.stopped_from_outside", "slurm.user_signal"}
 )
-MAX_FACTS = 2000
+MAX_FACTS = 300
 """Facts of one kind that are compared pairwise; more of them say the same."""
 
 
@@ -35,9 +35,8 @@ LEAST_GROWTH = 1.15
 
 def broken(events: Iterable[Event]) -> list[Event]:
     """Checkpoints that cannot be read: damaged or unfinished files, or a part of one that is not there."""
-    return [
-        e for e in events if e.signature in UNREADABLE or (e.signature in MISSING and _PIECE.search(e.evidence.text))
-    ]
+    found = _of(events, *UNREADABLE, *MISSING)
+    return [e for e in found if e.signature in UNREADABLE or _PIECE.search(e.evidence.text)]
 
 
 def step_of(event: Event) -> int | None:
@@ -121,7 +120,7 @@ def storage_first(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         for e in events
         if e.kind.startswith("storage.") and catalog[e.signature].role == "root" and e.severity in ("error", "fatal")
     ]
-    waits = [e for e in events if e.kind in HUNG]
+    waits = [e for e in events if e.kind in HUNG][:MAX_FACTS]
     for first in failed[:64]:
         later = [w for w in waits if compare(first, w) == "before"]
         if later:
@@ -131,8 +130,10 @@ def storage_first(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def torn_by_kill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A checkpoint that cannot be read after its writer was killed: the save was cut off and written in place."""
+    ends = [e for e in events if e.kind in ENDS or e.signature in KILLS or e.kind in ("host.oom", "sched.oom")][
+        :MAX_FACTS
+    ]
     for bad in broken(events):
-        ends = [e for e in events if e.kind in ENDS or e.signature in KILLS or e.kind in ("host.oom", "sched.oom")]
         before = [e for e in ends if compare(e, bad) in ("before", None)]
         if before:
             explains = sorted({e.signature for e in before})
@@ -188,6 +189,10 @@ def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         one = len({restored for _, _, restored in pairs}) == 1 and len(pairs) > 1
         attrs = {"ranks": len(wrong), "of": len(pairs), "one_copy": one}
         found.append(derive(catalog, "derived.ckpt.state_differs", wrong[0][0], attrs=attrs, placed=False))
+    for event in _of(events, "ckpt.staged_compare"):
+        if str(event.attrs.get("saved")).lower() != str(event.attrs.get("restored")).lower():
+            found.append(derive(catalog, "derived.ckpt.staged_differs", event))
+            break
     for event in _of(events, "ckpt.position"):
         if str(event.attrs.get("got")) != str(event.attrs.get("expected")):
             found.append(derive(catalog, "derived.ckpt.position_differs", event))
@@ -278,9 +283,31 @@ def pruned_too_early(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return []
 
 
+def save_outlasts(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A save that took longer than the time after which the other ranks gave up waiting."""
+    for save in _of(events, "ckpt.save_took"):
+        seconds = _number(save.attrs.get("seconds"))
+        for wait in _of(events, "torch.watchdog_timeout"):
+            limit = _number(wait.attrs.get("timeout_ms"))
+            if seconds is not None and limit is not None and 0 < limit / 1000 <= seconds:
+                attrs = {"seconds": seconds, "limit_s": limit / 1000}
+                return [derive(catalog, "derived.ckpt.save_outlasts", save, attrs=attrs, placed=False)]
+    return []
+
+
+def stalled_in_checkpoint(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ranks that waited until their watchdog while some were in the code of a checkpoint, with no other cause in sight."""
+    at_work = _of(events, "ckpt.at_work")
+    waits = [e for e in events if e.kind == "collective.timeout"]
+    roots = [e for e in events if catalog[e.signature].role == "root" and e.severity in ("error", "fatal")]
+    if roots or not any(compare(a, w) in ("before", None) for a in at_work for w in waits[:16]):
+        return []
+    return [derive(catalog, "derived.ckpt.stalled", at_work[0], placed=False)]
+
+
 def believed_saved(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A file that is missing because its save failed unnoticed: the failed save is the cause, not the missing file."""
-    failed = [e for e in events if e.kind == "checkpoint.failed" or e.kind.startswith("storage.")]
+    failed = [e for e in events if e.kind == "checkpoint.failed" or e.kind.startswith("storage.")][:MAX_FACTS]
     steps = {s for e in _of(events, "ckpt.announced") if (s := step_of(e)) is not None}
     for missing in _of(events, *MISSING):
         numbers = {int(n) for n in re.findall(r"\d{1,15}", missing.evidence.text)}
@@ -293,7 +320,7 @@ def believed_saved(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def save_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A save that failed and then succeeded, with nothing else wrong."""
     failed = [e for e in events if e.signature in ("ckpt.save_failed", "storage.save_connection")]
-    for first in reversed(failed):
+    for first in reversed(failed[:MAX_FACTS]):
         later = [e for e in _of(events, "ckpt.committed") if compare(first, e) == "before"]
         if later and not any(compare(later[-1], f) == "before" for f in failed):
             return [derive(catalog, "derived.ckpt.save_recovered", later[-1])]
@@ -315,7 +342,9 @@ CHECKPOINT_RULES = (
     finalised_early,
     two_writers,
     pruned_too_early,
+    save_outlasts,
     believed_saved,
     save_recovered,
+    stalled_in_checkpoint,
 )
 """In the order they run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from keepstep.attribution.current import begin_after, end_of
 from keepstep.attribution.order import compare
@@ -26,6 +27,8 @@ HUNG = frozenset({"collective.timeout", "rank.stall"})
 
 _OUT_OF_SIGHT = frozenset({"k8s.node_not_ready", "slurm.node_not_responding", "slurm.controller_unreachable"})
 
+MAX_COMPARED = 256
+"""Events of one role that are compared with those of another; in a storm more of them say the same."""
 RECORD = 2.5
 """Weight for platform from which on an entry is a record of what a scheduler did, not words that hint at it."""
 NO_NOISE = ("checkpoint.", "resume.", "gpu.", "sched.", "host.", "rank.config")
@@ -64,16 +67,22 @@ _LOCAL_STORAGE = frozenset(
 
 def _roots(events: Iterable[Event], catalog: Catalog) -> list[Event]:
     """Events that can be a cause, other than the ends themselves."""
-    return [
+    found = (
         e
         for e in events
         if catalog[e.signature].role == "root" and e.severity in ("error", "fatal") and e.kind not in ENDS
-    ]
+    )
+    return list(islice(found, MAX_COMPARED))
 
 
-def _progress_between(events: Iterable[Event], first: Event, last: Event) -> bool:
+def _steps(events: Iterable[Event]) -> list[Event]:
+    """Signs that steps were made. Ranks make them together: some of many say it for all."""
+    return list(islice((e for e in events if e.kind == "job.progress"), MAX_COMPARED))
+
+
+def _made_between(steps: Sequence[Event], first: Event, last: Event) -> bool:
     """Whether steps were made between two events."""
-    return any(e.kind == "job.progress" and begin_after(first, e) and compare(e, last) == "before" for e in events)
+    return any(begin_after(first, e) and compare(e, last) == "before" for e in steps)
 
 
 # ---- who ended the job
@@ -86,12 +95,12 @@ def ended_by_scheduler(events: Sequence[Event], catalog: Catalog) -> list[Event]
     before counts as its effect too, unless it is of a machine.
     """
     ends = [e for e in events if e.kind in ENDS and _says_so(e, catalog)]
-    roots = _roots(events, catalog)
-    if any(r.kind == "derived.ckpt" for r in roots):
+    roots, steps = _roots(events, catalog), _steps(events)
+    if any(e.kind == "derived.ckpt" and catalog[e.signature].role == "root" for e in events):
         return []  # the end is past: what counts is what came of it
     found = []
     for end in ends[:8]:
-        before = [r for r in roots if compare(r, end) == "before" and not _progress_between(events, r, end)]
+        before = [r for r in roots if compare(r, end) == "before" and not _made_between(steps, r, end)]
         if end.kind == "sched.node_fail":
             before = [
                 r for r in before if max(catalog[r.signature].weights.items(), key=_weight)[0] in ("hardware", "fabric")
@@ -125,18 +134,17 @@ def _is_noise(event: Event, catalog: Catalog) -> bool:
 
 def hung_until_limit(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A job whose ranks waited for each other before its time limit, with no step between, was not ended by the limit."""
-    for end in events:
-        if end.kind != "sched.time_limit" or catalog[end.signature].role != "root":
-            continue
-        waits = [e for e in events if e.kind in HUNG and compare(e, end) == "before"]
-        if waits and not any(_progress_between(events, w, end) for w in waits):
+    steps, hung = _steps(events), [e for e in events if e.kind in HUNG][:MAX_COMPARED]
+    for end in [e for e in events if e.kind == "sched.time_limit" and catalog[e.signature].role == "root"][:8]:
+        waits = [e for e in hung if compare(e, end) == "before"]
+        if waits and not any(_made_between(steps, w, end) for w in waits):
             return [derive(catalog, "derived.sched.hung_until_limit", waits[0])]
     return []
 
 
 def cancelled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """A job that somebody cancelled, with nothing wrong before: no fault at all."""
-    cancels = [e for e in events if e.signature == "slurm.job_cancelled"]
+    """A job that somebody cancelled or requeued, with nothing wrong before: no fault at all."""
+    cancels = [e for e in events if e.signature in ("slurm.job_cancelled", "slurm.job_requeued")][:8]
     if not cancels or any(e.kind in ENDS and catalog[e.signature].role == "root" for e in events):
         return []
     timed = next((c for c in cancels if c.time_ns is not None), cancels[0])
@@ -191,8 +199,8 @@ def mounted_read_only(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def blip(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A control plane that lost sight of a node or of itself while steps went on: nothing happened to the job."""
-    lost = [e for e in events if e.signature in _OUT_OF_SIGHT]
-    steps = [e for e in events if e.kind == "job.progress"]
+    lost = [e for e in events if e.signature in _OUT_OF_SIGHT][:MAX_COMPARED]
+    steps = _steps(events)
     if not lost or not steps or any(e.kind in ENDS or e.kind in HUNG or e.kind == "job.failed" for e in events):
         return []
     back = any(e.signature in ("k8s.node_ready", "slurm.node_responding") for e in events)
