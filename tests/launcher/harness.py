@@ -85,17 +85,19 @@ class Launch:
         run_dir: Path | None = None,
         **env: str,
     ) -> None:
-        """Failed cycles get a verdict, which takes a second each, only where PET_ATTRIBUTION says "on".
+        """Failed cycles get a verdict, which takes a second each, only where `flags` say so.
 
         `prefix`: a command that execs the launcher (`ip netns exec NAME`). `run_dir`: default `folder`/run."""
         self.folder = folder
         self.run_dir = run_dir or folder / "run"
+        if verb == "run" and "--attribution" not in flags:
+            flags = ("--attribution", "off", *flags)
         command = [*prefix, sys.executable, "-m", "keepstep.cli.main", verb, "--run-dir", str(self.run_dir), *flags]
         if script is not None:
             (folder / "script.py").write_text(textwrap.dedent(script))
             command.append("script.py")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "KEEPSTEP_", "SLURM_"))}
-        own = {"ROOT": str(folder / "ckpt"), "KEEPSTEP_HOME": str(folder / "home"), "PET_ATTRIBUTION": "off"}
+        own = {"ROOT": str(folder / "ckpt"), "KEEPSTEP_HOME": str(folder / "home")}
         environment = {**clean, **own, **env}
         self.process = subprocess.Popen(
             [*command, *args], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
