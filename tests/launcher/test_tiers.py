@@ -129,13 +129,19 @@ def test_a_damaged_image_is_not_taken(tmp_path: Path, reference: Reference) -> N
 
 @pytest.mark.slow
 def test_killed_while_staging_the_image_before_is_whole(tmp_path: Path, reference: Reference) -> None:
-    """The next life begins in the other slot: killed there too, the image is still whole."""
-    launch = start(tmp_path, "--max-no-progress-cycles", "5", DIE_STAGING="15:2")
+    """The next life begins in the other slot: killed there too, the image is still whole.
+
+    Sharded, so that the rank that dies has a part of every tensor to write: of replicas this small rank 0 writes all.
+    """
+    launch = start(tmp_path, "--max-no-progress-cycles", "5", WRAP="fsdp", DIE_STAGING="15:2")
     open_gates(tmp_path)
     assert launch.finish() == 0
+    died = re.findall(r"cycle (\d) dies with (\d+) of (\d+) pieces staged", launch.output)
+    assert [int(cycle) for cycle, _, _ in died] == [0, 1], launch.output
+    assert all(0 < int(staged) < int(count) for _, staged, count in died), died
     assert [(c.restored_from, c.restored_step) for c in launch.cycles] == [("none", 0), ("shm", 12), ("shm", 12)]
     assert not re.search("refused", launch.output), launch.output
-    assert last_line(launch) == reference("plain")
+    assert last_line(launch) == reference("fsdp")
 
 
 @pytest.mark.slow
