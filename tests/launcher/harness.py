@@ -52,6 +52,8 @@ while step < TOTAL:
     step += 1
     print("completed", step, flush=True)
     ckpt.maybe_save(step)
+    if step % EVERY == WAITED_AFTER:
+        ckpt.wait()
     if run.stop_requested:
         break
 ckpt.close()
@@ -63,9 +65,13 @@ if dist.is_initialized():
 """
 
 
-def training(total: int = 30, every: int = 10) -> str:
-    """A small real training script: `total` steps, a checkpoint every `every`."""
-    return TRAIN.replace("TOTAL", str(total)).replace("EVERY", str(every))
+def training(total: int = 30, every: int = 10, settled: bool = False) -> str:
+    """A small real training script: `total` steps, a checkpoint every `every`.
+
+    `settled`: a save is waited for after the step that follows it, for tests that say which one a killed rank goes on from.
+    """
+    waited_after = "1" if settled else "None"
+    return TRAIN.replace("TOTAL", str(total)).replace("EVERY", str(every)).replace("WAITED_AFTER", waited_after)
 
 
 class Launch:
