@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from bench._dumps import torch_pickle
 
 from keepstep.records.flightrecorder import Snapshot
 from keepstep.sources.flightrecorder import reading
@@ -53,6 +54,7 @@ def test_the_name_of_a_file_tells_its_rank(name: str, rank: int | None) -> None:
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    "torch": torch_pickle,
     "pickle 2": lambda made: pickle.dumps(made, protocol=2),
     "pickle 4": lambda made: pickle.dumps(made, protocol=4),
     "pickle 5": lambda made: pickle.dumps(made, protocol=5),
@@ -185,7 +187,7 @@ def test_the_newest_cycle_with_dumps_of_a_run(tmp_path: Path, inside: str) -> No
 def test_entries_that_make_no_sense_are_left_out_and_counted(tmp_path: Path) -> None:
     made = one()
     made["entries"] += [None, {}, {"pg_id": "x"}, made["entries"][0] | {"collective_seq_id": 2**70}]
-    write(tmp_path, {0: made})
+    write(tmp_path, {0: made}, form="pickle")
     found = snapshot(tmp_path)
     assert "4 of 7 operations make no sense" in found.notes[0]
     assert found.ranks[0].parts[0].enqueued == 3
