@@ -16,7 +16,9 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
 
-TRIGGERS = ("most recent call first", "(idle)", "(active", "Stack trace of the failed collective", "py-spy")
+_SECTION = re.compile(r"(?i)^\W{0,4}(?:host )?rank[ =_]?\d{1,7}\b[^\n]{0,20}\b(?:stack|py-spy|backtrace)\b")
+
+TRIGGERS = ('  File "', "most recent call first", "(idle)", "(active", "Stack trace of the failed collective", "py-spy")
 MAX_STACKS = 5000
 MAX_FRAMES = 200
 
@@ -87,10 +89,13 @@ def read_stacks(document: Document, catalog: Catalog) -> Iterator[Event]:
 
 def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
     """Stacks of main threads, innermost frame first. Of a dump without a named main thread the last thread is the main one."""
-    begun: Line | None = None
+    titled = bool(document.lines) and _SECTION.match(document.title) is not None
+    begun: Line | None = document.lines[0] if titled else None
     frames: list[StackFrame] = []
-    note = ""
-    for line in document.lines:
+    note = "main" if titled else ""
+    if begun is not None and (frame := _frame(begun.text)) is not None:
+        frames.append(frame)
+    for line in document.lines[1 if titled else 0 :]:
         text = line.text
         header = _header(text)
         if header is not None:
@@ -124,6 +129,8 @@ def _header(text: str) -> str | None:
         match = _PYSPY.search(text)
         if match is not None:
             return "main" if match["name"] in (None, "MainThread") else "other"
+    if "stack" in text and _SECTION.match(text) is not None:
+        return "main"
     return "torch" if "Stack trace of the failed" in text and _TORCH.search(text) else None
 
 
