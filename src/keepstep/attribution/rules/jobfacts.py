@@ -16,6 +16,7 @@ PROGRESS = "job.progress"
 WAITS = frozenset(
     {
         "torch.watchdog_timeout",
+        "torch.watchdog_timeout_unnumbered",
         "torch.blocking_wait_timeout",
         "torch.store_owner_late",
         "torch.store_timeout",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from keepstep.attribution.current import end_of, goes_on
 from keepstep.attribution.order import SECOND_NS, canonical, compare
-from keepstep.attribution.rules.jobfacts import PROGRESS, before, begin_of_wait, concluded, of, waits
+from keepstep.attribution.rules.jobfacts import PROGRESS, WAITS, before, begin_of_wait, concluded, of, waits
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -188,6 +188,7 @@ def dumps_while_working(events: Sequence[Event], catalog: Catalog) -> list[Event
 def other_version(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Something failed, or waits, that does not with another version or another setting."""
     failing = [e for e in events if catalog[e.signature].severity in ("error", "fatal")]
+    failing = failing or of(events, "job.culprit_moves", *WAITS)
     found = []
     for remark, conclusion, name in (
         ("job.other_version_works", "derived.library_version", "version"),

@@ -16,7 +16,7 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
 
-_SECTION = re.compile(r"(?i)^\W{0,4}(?:host )?rank[ =_]?\d{1,7}\b[^\n]{0,20}\b(?:stack|py-spy|backtrace)\b")
+_SECTION = re.compile(r"(?i)^\W{0,4}(?:host )?rank[ =_]?(?P<rank>\d{1,7})\b[^\n]{0,20}\b(?:stack|py-spy|backtrace)\b")
 
 TRIGGERS = ('  File "', "most recent call first", "(idle)", "(active", "Stack trace of the failed collective", "py-spy")
 MAX_STACKS = 5000
@@ -90,7 +90,7 @@ def read_stacks(document: Document, catalog: Catalog) -> Iterator[Event]:
 def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
     """Stacks of main threads, innermost frame first. Of a dump without a named main thread the last thread is the main one."""
     titled = bool(document.lines) and _SECTION.match(document.title) is not None
-    begun: Line | None = document.lines[0] if titled else None
+    begun: Line | None = _owned(document.lines[0], document.title) if titled else None
     frames: list[StackFrame] = []
     note = "main" if titled else ""
     if begun is not None and (frame := _frame(begun.text)) is not None:
@@ -101,7 +101,7 @@ def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
         if header is not None:
             if begun is not None:
                 yield begun, frames, note
-            begun, frames, note = line, [], header
+            begun, frames, note = _owned(line, text), [], header
             continue
         if begun is None:
             short = _SHORT.search(text) if "py-spy: " in text else None
@@ -118,6 +118,12 @@ def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
             begun, frames = None, []
     if begun is not None:
         yield begun, frames, note
+
+
+def _owned(line: Line, header: str) -> Line:
+    """The line as one of the rank that a heading names."""
+    match = _SECTION.match(header)
+    return line._replace(rank=int(match["rank"])) if match is not None else line
 
 
 def _header(text: str) -> str | None:
