@@ -30,7 +30,7 @@ def drill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     last = _last_work(events, catalog)
     if last is None or not before(asked[0], last) or _fails_after(events, last, catalog):
         return []
-    return [concluded("derived.drill", catalog, asked[0], {})]
+    return [concluded("derived.drill", catalog, last, {"asked": asked[0].evidence.text[:160]})]
 
 
 def running_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -63,9 +63,10 @@ def _last_work(events: Iterable[Event], catalog: Catalog) -> Event | None:
 def _fails_after(events: Iterable[Event], moment: Event, catalog: Catalog) -> bool:
     for event in events:
         entry = catalog[event.signature]
-        if entry.role in FAILING_ROLES and entry.severity in ("error", "fatal") and entry.action != "none":
-            if not event.signature.startswith("derived.") and before(moment, event):
-                return True
+        if entry.role not in FAILING_ROLES or entry.severity not in ("error", "fatal") or entry.action == "none":
+            continue
+        if not event.signature.startswith("derived.") and before(moment, event):
+            return True
     return False
 
 
@@ -151,7 +152,19 @@ def agent_never_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [concluded("derived.agent_never_left", catalog, first, {"minutes": round(gone_s / 60)})]
 
 
-TOOLS = ("flight_recorder", "fr_trace", "frtrace", "py-spy", "pyspy", "nsys", "dcgm", "/tools/", "monitor", "exporter", "dashboard")
+TOOLS = (
+    "flight_recorder",
+    "fr_trace",
+    "frtrace",
+    "py-spy",
+    "pyspy",
+    "nsys",
+    "dcgm",
+    "/tools/",
+    "monitor",
+    "exporter",
+    "dashboard",
+)
 """Parts of paths of programs that look at a job and are none of it."""
 
 
@@ -161,7 +174,9 @@ def tool_failed(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not raised or _last_work(events, catalog) is None:
         return []
     others = [e for e in events if not _in_tool(e) and not e.signature.startswith("derived.")]
-    if any(catalog[e.signature].severity in ("error", "fatal") and catalog[e.signature].role != "noise" for e in others):
+    if any(
+        catalog[e.signature].severity in ("error", "fatal") and catalog[e.signature].role != "noise" for e in others
+    ):
         return []
     return [concluded("derived.tool_failed", catalog, min(raised, key=canonical), {})]
 
@@ -178,7 +193,7 @@ def dumps_while_working(events: Sequence[Event], catalog: Catalog) -> list[Event
     """Flight records, and steps after them, with nothing that failed."""
     dumps = sorted(of(events, *DUMPS), key=canonical)
     last = _last_work(events, catalog)
-    if not dumps or last is None or not before(dumps[0], last):
+    if not dumps or last is None or compare(dumps[0], last) == "after":
         return []
     if any(catalog[e.signature].severity in ("error", "fatal") for e in events):
         return []

@@ -34,7 +34,9 @@ _COUNT = re.compile(
     r"(?i)\brank[ =_]?(?P<rank>\d{1,7})(?:\.\.\d{1,7})?\]?:?(?P<between>[^\[\]\n]{0,60}?)\b(?P<count>\d{1,12}) "
     r"(?P<unit>batches|samples|minibatches|micro-?batches|shards|examples|sequences)\b"
 )
-_EQUAL_AFTER = re.compile(r"(?i)\b(?:train\w*|epoch|data ?loader|loader|length|len|has|have|ended after|sees|total|shard of)\b")
+_EQUAL_AFTER = re.compile(
+    r"(?i)\b(?:train\w*|epoch|data ?loader|loader|length|len|has|have|ended after|sees|total|shard of)\b"
+)
 _OPS = {
     "ALLREDUCE": "ALLREDUCE",
     "ALLGATHER": "ALLGATHER",
@@ -106,7 +108,9 @@ def _from_json(text: str) -> list[dict[str, Any]]:
         if group in found or not (is_open or splits != (None, None)):
             continue
         size = str(entry.get("input_sizes") or "") if splits == (None, None) else ""
-        attrs = _call(record["rank"], entry["collective_seq_id"], str(entry.get("profiling_name", "")), size, group, *splits)
+        attrs = _call(
+            record["rank"], entry["collective_seq_id"], str(entry.get("profiling_name", "")), size, group, *splits
+        )
         found[group] = attrs | {"open": is_open}
     return list(found.values())
 
@@ -158,4 +162,8 @@ def _counts(line: Line, text: str) -> Iterator[tuple[int, tuple[str, str], int]]
     for match in _COUNT.finditer(line.raw[:LINE_LIMIT] if line.rank is not None else text):
         between = match["between"]
         if _EQUAL_AFTER.search(between) is not None:
-            yield int(match["rank"]), (re.sub(r"\s+", " ", between.lower()).strip(), match["unit"].lower()), int(match["count"])
+            yield (
+                int(match["rank"]),
+                (re.sub(r"\s+", " ", between.lower()).strip(), match["unit"].lower()),
+                int(match["count"]),
+            )
