@@ -16,6 +16,7 @@ PROGRESS = "job.progress"
 WAITS = frozenset(
     {
         "torch.watchdog_timeout",
+        "torch.watchdog_timeout_unnumbered",
         "torch.blocking_wait_timeout",
         "torch.store_owner_late",
         "torch.store_timeout",
@@ -27,6 +28,7 @@ WAITS = frozenset(
         "fr.trace_missing",
         "torch.desync_report",
         "torch.rank_counters",
+        "fr.call",
     }
 )
 """Signatures whose rank waits for others."""
@@ -90,13 +92,16 @@ def waits(events: Sequence[Event]) -> list[Wait]:
             continue
         if event.signature == "torch.rank_counters" and attrs.get("enqueued") == attrs.get("completed"):
             continue
+        if attrs.get("open") is False:
+            continue
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))
         ran_ms = number(attrs.get("ran_ms")) or number(attrs.get("timeout_ms"))
         begin = event.time_ns - ran_ms * 1_000_000 if event.time_ns is not None and ran_ms is not None else None
         numel = (str(attrs.get("numel_in", "")), str(attrs.get("numel_out", "")))
         key = (rank, seq, op, event.cycle) if rank is not None else (id(event),)
         if key not in found:
-            found[key] = Wait(event, rank, seq, op, groups.get((rank, seq)), numel, begin)
+            group = groups.get((rank, seq)) or str(attrs.get("pg_name") or "") or None
+            found[key] = Wait(event, rank, seq, op, group, numel, begin)
     return list(found.values())
 
 

@@ -30,6 +30,7 @@ from keepstep.records.event import Event
 CONCLUSION_OF = {
     "job.evaluating": "derived.late_in_evaluation",
     "job.preparing_data": "derived.late_in_data",
+    "job.data_progress": "derived.late_in_data",
     "job.saving": "derived.late_in_checkpoint",
     "job.loading": "derived.late_in_loading",
     "job.compiling": "derived.late_in_compilation",
@@ -321,10 +322,13 @@ OWN_COLLECTIVES = {"job.monitor_collective": "derived.monitor_deadlock", "job.sa
 """What a waiting rank may be in besides the training's own collectives, and the conclusion."""
 
 
+PARTED = ("derived.collective_mismatch", "derived.size_mismatch")
+
+
 def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Ranks that wait in a collective of a monitor or of a save, where nothing that failed kept the others away."""
     waiting = waits(events)
-    if not waiting or any(_failed(e, catalog) for e in events):
+    if not waiting or of(events, *PARTED) or any(_failed(e, catalog) for e in events):
         return []
     hold = hold_of(waiting)
     waiters = {w.rank for w in waiting}

@@ -61,7 +61,7 @@ LEAST_STALLS = 3
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    ends = of(events, "elastic.succeeded", "job.train_ended")
+    ends = of(events, "elastic.succeeded", "job.train_ended", "job.ended_well")
     done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
     if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
