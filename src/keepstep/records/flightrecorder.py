@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     `first_open`: lowest one that was enqueued and is not complete; `enqueued`, `completed`: highest ones; each UNKNOWN when there is
     none. `by_status`: the numbers rest on the recorder's summary, which does not tell collectives from transfers between two ranks.
-    `recent`: operations (index) of the sequence numbers from `since` on, around the first open one.
+    `recent`: operations (index) of the sequence numbers from `since` on, around the first open one; () when none is open.
     """
 
     group: int

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from keepstep.records.flightrecorder import UNKNOWN, Operation, Part, RankState, Transfer, Wait
-from keepstep.sources.flightrecorder.dump import Configured, Dump, Status, text
+from keepstep.sources.flightrecorder.dump import MAX_NAME, Configured, Dump, Status, text
 
 RECENT = 8
-"""Operations of a group that are kept, half of them from before the first open one; two of a group with nothing open."""
+"""Operations of a group with an open one that are kept, half of them from before it."""
 MAX_WAITS = 12
 MAX_TRANSFERS = 256
 MAX_RANKS = 1 << 20
@@ -172,6 +172,8 @@ def _names_by_order(dump: Dump, tracks: dict[int, _Track]) -> dict[int, Configur
 
     Between two groups whose name and number are known, as many names as numbers are one to one; else nothing is known of them.
     """
+    if dump.status.keys() <= tracks.keys():
+        return {}
     names = sorted((name for name in dump.groups if name.isdecimal() and len(name) < 10), key=int)
     if len(names) < len(dump.groups):
         return {}
@@ -203,18 +205,9 @@ def _part(track: _Track, group: int, entries: list[Any], tables: Tables) -> tupl
     enqueued = max(enqueued, completed, track.before or UNKNOWN)
     opened = {s: i for s, i in _newest_first(track) if s > completed}
     first_open = min(opened, default=completed + 1 if enqueued > completed else UNKNOWN)
-    since = first_open - RECENT // 2 if first_open != UNKNOWN else enqueued - 1
-    by_sequence: dict[int, list[int]] = {}
-    for sequence, index in _newest_first(track):
-        if since <= sequence < since + RECENT:
-            by_sequence.setdefault(sequence, []).append(index)
-        elif sequence < since:
-            break
-    recent = [
-        tables.operation(_operation([entries[i] for i in by_sequence[s]])) if s in by_sequence else UNKNOWN
-        for s in range(since, max(by_sequence, default=since - 1) + 1)
-    ]
-    part = Part(group, first_open, enqueued, completed, by_status, bool(track.transfers), since, tuple(recent))
+    since = first_open - RECENT // 2
+    recent = () if first_open == UNKNOWN else _recent(track, since, entries, tables)
+    part = Part(group, first_open, enqueued, completed, by_status, bool(track.transfers), since, recent)
     if first_open == UNKNOWN:
         return part, []
     index = opened.get(first_open, len(entries))
@@ -223,24 +216,46 @@ def _part(track: _Track, group: int, entries: list[Any], tables: Tables) -> tupl
     return part, [(index, Wait(group, first_open, operation, (), _is_started(entry), where(entry)))]
 
 
+def _recent(track: _Track, since: int, entries: list[Any], tables: Tables) -> tuple[int, ...]:
+    """Operations (numbers) of RECENT sequence numbers, less those at the end that were not issued."""
+    by_sequence: dict[int, list[int]] = {}
+    for sequence, index in _newest_first(track):
+        if since <= sequence < since + RECENT:
+            by_sequence.setdefault(sequence, []).append(index)
+        elif sequence < since:
+            break
+    return tuple(
+        tables.operation(_operation([entries[i] for i in by_sequence[s]])) if s in by_sequence else UNKNOWN
+        for s in range(since, max(by_sequence, default=since - 1) + 1)
+    )
+
+
 def _newest_first(track: _Track) -> Iterator[tuple[int, int]]:
     return zip(reversed(track.sequences), reversed(track.at), strict=True)
 
 
 def _operation(entries: list[dict[Any, Any]]) -> Operation:
-    """What a collective is; several entries with one sequence number were issued as one (see torch issue 139280)."""
+    """What a collective is; several entries with one sequence number were issued as one (see pytorch issue 139280)."""
     if len(entries) != 1:
         return Operation("")
-    backend, _, name = text(entries[0]["profiling_name"]).partition(":")
-    name = name or backend
-    if _UNLIKE.search(name):
+    name, sizes, dtypes = _alike(entries[0]["profiling_name"][:MAX_NAME])
+    if sizes is None:
         return Operation(name)
-    for pattern, side in ((_INPUTS, "input"), (_OUTPUTS, "output")):
-        if pattern.match(name):
-            dtypes = entries[0].get(f"{side}_dtypes")
-            dtype = text(dtypes[0]) if type(dtypes) is list and dtypes else None
-            return Operation(name, _elements(entries[0].get(f"{side}_sizes")), dtype or None)
-    return Operation(name)
+    types = entries[0].get(dtypes)
+    dtype = text(types[0]) if type(types) is list and types else None
+    return Operation(name, _elements(entries[0].get(sizes)), dtype or None)
+
+
+@functools.lru_cache(maxsize=512)
+def _alike(profiling_name: str) -> tuple[str, str | None, str | None]:
+    """Name of an operation without its backend, and the fields that are alike on all ranks; None where there are none."""
+    backend, _, name = text(profiling_name).partition(":")
+    name = name or backend
+    if not _UNLIKE.search(name):
+        for pattern, side in ((_INPUTS, "input"), (_OUTPUTS, "output")):
+            if pattern.match(name):
+                return name, f"{side}_sizes", f"{side}_dtypes"
+    return name, None, None
 
 
 def _elements(sizes: Any) -> int | None:
