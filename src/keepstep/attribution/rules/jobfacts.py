@@ -1,14 +1,13 @@
-"""What the rules on a job's own log have in common: who waits, who wrote what, and how a conclusion is made."""
+"""What the rules on a job's own log have in common: who waits, and who wrote what."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keepstep.attribution.order import SECOND_NS, compare
-from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 PROGRESS = "job.progress"
@@ -149,25 +148,3 @@ def steps_before(events: Iterable[Event], event: Event) -> int:
             else:
                 best = max(best, 0)
     return best
-
-
-def concluded(
-    signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None
-) -> Event:
-    """The event of a conclusion: at the time and place of what it rests on. `about`: the rank that it is about, not who told."""
-    entry = catalog[signature]
-    return Event(
-        kind=entry.kind,
-        signature=entry.id,
-        severity=entry.severity,
-        source=basis.source,
-        time_ns=basis.time_ns,
-        time_quality=basis.time_quality,
-        order=basis.order,
-        node=basis.node if about is None or about == basis.rank else None,
-        gpu=basis.gpu if entry.scope == "gpu" else None,
-        rank=about if about is not None else basis.rank,
-        cycle=basis.cycle,
-        attrs=dict(attrs),
-        evidence=basis.evidence,
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from keepstep.attribution.rules.jobfacts import Wait, concluded, waits
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import Wait, waits
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -100,11 +101,11 @@ def _in_group(group: str | None, members: Sequence[Wait], catalog: Catalog) -> l
         ops = {w.op for w in same}
         if len(ops) > 1:
             attrs = {"seq": seq, "ops": sorted(ops), "how": sure}
-            return [concluded("derived.collective_mismatch", catalog, same[0].event, attrs)]
+            return [derive(catalog, "derived.collective_mismatch", same[0].event, attrs=attrs)]
         sizes = {w.numel for w in same if w.numel != ("", "")}
         if len(sizes) > 1 and ops <= ALIKE:
             attrs = {"seq": seq, "op": same[0].op, "sizes": sorted(sizes)[:8], "how": sure}
-            return [concluded("derived.size_mismatch", catalog, same[0].event, attrs)]
+            return [derive(catalog, "derived.size_mismatch", same[0].event, attrs=attrs)]
     if len(by_seq) > 1 and (group is not None or len({w.op for w in stuck}) == 1):
         low, high = min(by_seq), max(by_seq)
         if group is None and high - low > NEAR:
@@ -112,5 +113,5 @@ def _in_group(group: str | None, members: Sequence[Wait], catalog: Catalog) -> l
         behind = sorted(w.rank for w in by_seq[low] if w.rank is not None)
         attrs = {"seq": low, "highest": high, "behind": behind[:16]}
         signature = "derived.sequence_desync" if group is not None else "derived.sequence_desync_likely"
-        return [concluded(signature, catalog, by_seq[low][0].event, attrs)]
+        return [derive(catalog, signature, by_seq[low][0].event, attrs=attrs)]
     return []
