@@ -24,10 +24,16 @@ class Op(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Process groups: (name, description, ranks); for each rank its groups, and what it calls in a step."""
+    """Process groups: (name, description, ranks); for each rank its groups by kind."""
 
     groups: list[tuple[str, str, tuple[int, ...]]]
     own: list[dict[str, int]]
+
+
+IDLE = ("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+"""Groups of all ranks that Megatron makes beside the default one. None of their operations is in the buffer any more."""
+IDLE_COUNT = 26
+"""Their operations so far."""
 
 
 def make_job(ranks: int) -> Job:
@@ -51,6 +57,8 @@ def make_job(ranks: int) -> Job:
     for d in range(dp):
         for t in range(tp):
             add("pp", "PIPELINE_MODEL_PARALLEL_GROUP", [(p * dp + d) * tp + t for p in range(pp)])
+    for desc in IDLE:
+        add(desc, desc, range(ranks))
     return Job(groups, own)
 
 
@@ -139,13 +147,16 @@ def write_dumps(
 
 def _dump(job: Job, names: Sequence[str], rank: int, program: Sequence[Op], done: int, stops: bool) -> dict[str, Any]:
     issued = program[: done if stops else done + 1 + AHEAD]
-    mine = sorted({op.group for op in program})
+    idle = [job.own[rank][desc] for desc in IDLE]
+    mine = sorted({*(op.group for op in program), *idle})
     ids = {group: index for index, group in enumerate(mine)}
     collectives = dict.fromkeys(mine, 0)
     status = {
         group: {"last_enqueued_collective": -1, "last_started_collective": -1, "last_completed_collective": -1}
         for group in mine
     }
+    for group in idle:
+        status[group].update(last_enqueued_collective=IDLE_COUNT, last_completed_collective=IDLE_COUNT)
     entries = []
     for index, op in enumerate(issued):
         transfer = op.key[-1] == "transfer"

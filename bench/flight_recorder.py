@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from _common import Result, Target, argument_parser, emit, say, work_folder
 from _dumps import write_dumps
 
 RANKS, ENTRIES = 4096, 20
-FULL_RANKS, FULL_ENTRIES, PART = 16384, 2000, 64
+FULL_RANKS, FULL_ENTRIES, PART, TIMES = 16384, 2000, 64, 4
+"""Of the full job PART dumps are written and read TIMES over, each time as other ranks."""
 SMALL = 64
 POLL_S = 0.01
 SCRIPT = Path(__file__).parent / "_scripts" / "read_dumps.py"
@@ -33,9 +35,10 @@ OURS = ["-m", "keepstep.cli.main", "hang", "-o", "json"]
 
 
 class Run(NamedTuple):
-    """A program that ended, or had to be ended (`over` false). `peak_mb`: resident memory of it and its children together."""
+    """A program that ended, or had to be ended (`over` false). Processor time and peak resident memory: its children's included."""
 
     wall_s: float
+    cpu_s: float
     peak_mb: float
     output: str
     over: bool
@@ -44,6 +47,7 @@ class Run(NamedTuple):
 def run(arguments: Sequence[str | Path], log: Path, limit_s: float = 100.0) -> Run:
     """Run Python with these arguments; its standard output and errors go to `log`."""
     peak = 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with log.open("wb") as output:
         begin = time.perf_counter()
         child = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output)
@@ -55,7 +59,9 @@ def run(arguments: Sequence[str | Path], log: Path, limit_s: float = 100.0) -> R
         if not over:
             child.kill()
             child.wait()
-    return Run(wall, peak / 1e6, log.read_text(errors="replace"), over)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(wall, cpu, peak / 1e6, log.read_text(errors="replace"), over)
 
 
 def resident_bytes(pid: int) -> int:
@@ -103,25 +109,14 @@ def compare(work: Path, stopped: int, repeats: int, limit_s: float) -> tuple[lis
     if named and named.most_common(1)[0][0] != stopped:
         how = f"names rank {named.most_common(1)[0][0]} most often, but {stopped} stopped"
     note = how if peer.over else f"ended after {limit_s:.0f} s, not done"
-    results = [
-        Result(
-            what,
-            f"keepstep, {jobs} process" + ("es" if jobs > 1 else ""),
-            "s",
-            [r.wall_s for r in found],
-            note="names it alone",
-        )
-        for jobs, found in runs.items()
-    ]
-    results += [
-        Result(what, "torchfrtrace", "s", [peer.wall_s], note=note),
-        *(
-            Result("peak memory", f"keepstep, --jobs {j}", "MB", [r.peak_mb for r in found])
-            for j, found in runs.items()
-        ),
-        Result("peak memory", "torchfrtrace", "MB", [peer.peak_mb], note=None if peer.over else "up to then"),
-    ]
-    at_least = f"with {fastest} processes" if peer.over else "at least: the analyser was ended before it was done"
+    results = []
+    for system, found in [*((f"keepstep, --jobs {jobs}", r) for jobs, r in runs.items()), ("torchfrtrace", [peer])]:
+        results += [
+            Result(what, system, "s", [r.wall_s for r in found], note=note if found == [peer] else "names it alone"),
+            Result(f"{what}, processor time", system, "s", [r.cpu_s for r in found]),
+            Result(f"{what}, peak memory", system, "MB", [r.peak_mb for r in found]),
+        ]
+    at_least = f"with --jobs {fastest}" if peer.over else "at least: the analyser was ended before it was done"
     return results, [
         Target("ratio_vs_torchfrtrace", peer.wall_s / took, "ratio", ">=", 30, note=at_least),
         Target("peak_mb", peak, "MB", "<=", 100, note="processes that share memory counted in full"),
@@ -147,15 +142,15 @@ def full_buffers(work: Path, repeats: int) -> list[Result]:
     for jobs in (1, 2):
         seconds, peaks = [], []
         for _ in range(repeats):
-            done = run([SCRIPT, folder, str(jobs), "1"], work / "read.log")
+            done = run([SCRIPT, folder, str(jobs), str(TIMES)], work / "read.log")
             seconds.append(json.loads(done.output)["seconds"])
             peaks.append(done.peak_mb)
-        system = f"keepstep, {jobs} process" + ("es" if jobs > 1 else "")
-        whole = [s * FULL_RANKS / PART for s in seconds]
+        system = f"keepstep, --jobs {jobs}"
+        whole = [s * FULL_RANKS / (PART * TIMES) for s in seconds]
         results += [
-            Result(f"{PART} dumps x {FULL_ENTRIES}", system, "s", seconds),
+            Result(f"{PART * TIMES} dumps x {FULL_ENTRIES}", system, "s", seconds),
             Result(f"{FULL_RANKS} dumps x {FULL_ENTRIES}", system, "s", whole, note="extrapolated from these"),
-            Result(f"{PART} dumps x {FULL_ENTRIES}, peak", system, "MB", peaks),
+            Result(f"{PART * TIMES} dumps x {FULL_ENTRIES}, peak memory", system, "MB", peaks),
         ]
     return results
 
@@ -165,13 +160,13 @@ def memory_of_summaries(work: Path) -> Result:
     folder = work / f"{RANKS}x{ENTRIES}"
     done = run([SCRIPT, folder, "1", str(FULL_RANKS // RANKS)], work / "read.log")
     return Result(
-        f"summaries of {json.loads(done.output)['ranks']} ranks, peak", "keepstep, 1 process", "MB", [done.peak_mb]
+        f"summaries of {json.loads(done.output)['ranks']} ranks, peak", "keepstep, --jobs 1", "MB", [done.peak_mb]
     )
 
 
 def main() -> None:
     args = argument_parser("keepstep hang against torch's flight-recorder analyser.").parse_args()
-    repeats, limit_s = (5, 420.0) if args.full else (2, 140.0)
+    repeats, limit_s = (5, 420.0) if args.full else (2, 120.0)
     stopped = random.Random(args.seed).randrange(RANKS)
     with work_folder(args.keep) as work:
         results, targets = compare(work, stopped, repeats, limit_s)

@@ -132,6 +132,7 @@ BOMBS = {
     "one entry 150,000 times": shared_rows(150_000),
     "one entry more often than is read": shared_rows(210_000),
     "one shape a million times": entry_with(input_sizes=[shape] * 100_000, output_sizes=[shape] * 100_000),
+    "sizes beyond counting": entry_with(input_sizes=[[1 << 500_000] * 60] * 4000),
     "sizes whose product is huge": entry_with(input_sizes=[[2**47] * 60] * 4000),
     "a frame a million times": entry_with(frames=[{"filename": "/x/torch/y.py", "line": 1, "name": "f"}] * 100_000),
     "itself": b"\x80\x02}q\x00(X\x07\x00\x00\x00versionX\x04\x00\x00\x002.10X\x07\x00\x00\x00entries](h\x00h\x00eu.",

@@ -108,8 +108,8 @@ def _shared_out(parts: Sequence[Sequence[Source]], jobs: int) -> Iterator[Chunk]
     from concurrent.futures.process import BrokenProcessPool
 
     with ProcessPoolExecutor(min(jobs, len(parts)) - 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(read_chunk, part) for part in parts]
         try:
+            futures = [pool.submit(read_chunk, part) for part in parts]
             # The others begin at the front; meanwhile this one takes from the end what none of them has begun.
             for part, future in zip(reversed(parts), reversed(futures), strict=True):
                 if future.cancel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ MAX_WAITS = 12
 MAX_TRANSFERS = 256
 MAX_RANKS = 1 << 20
 MAX_TENSORS = 4096
+MAX_DIMENSIONS = 64
+MAX_SIZE = 1 << 48
 MAX_FRAMES = 64
 MAX_SEQUENCE = 1 << 62
 DEFAULT_GROUP = "default_pg"
@@ -26,6 +29,7 @@ _NOT_THE_USERS = re.compile(r"(?:^|/)torch/|<frozen |<string>")
 _INPUTS = re.compile(r"all_?reduce|_?reduce")
 _OUTPUTS = re.compile(r"_?all_?gather|broadcast")
 """Operations whose inputs, or outputs, have together the same size on all ranks."""
+_INT = frozenset({int})
 _UNLIKE = re.compile(r"coalesced|_oop")
 """Several operations in one, or a part of one: sizes differ between ranks."""
 
@@ -225,7 +229,7 @@ def _recent(track: _Track, since: int, entries: list[Any], tables: Tables) -> tu
         elif sequence < since:
             break
     return tuple(
-        tables.operation(_operation([entries[i] for i in by_sequence[s]])) if s in by_sequence else UNKNOWN
+        _operation([entries[i] for i in by_sequence[s]], tables) if s in by_sequence else UNKNOWN
         for s in range(since, max(by_sequence, default=since - 1) + 1)
     )
 
@@ -234,16 +238,16 @@ def _newest_first(track: _Track) -> Iterator[tuple[int, int]]:
     return zip(reversed(track.sequences), reversed(track.at), strict=True)
 
 
-def _operation(entries: list[dict[Any, Any]]) -> Operation:
-    """What a collective is; several entries with one sequence number were issued as one (see pytorch issue 139280)."""
+def _operation(entries: list[dict[Any, Any]], tables: Tables) -> int:
+    """What a collective is (its number); several entries with one sequence were issued as one (see pytorch issue 139280)."""
     if len(entries) != 1:
-        return Operation("")
-    name, sizes, dtypes = _alike(entries[0]["profiling_name"][:MAX_NAME])
-    if sizes is None:
-        return Operation(name)
-    types = entries[0].get(dtypes)
-    dtype = text(types[0]) if type(types) is list and types else None
-    return Operation(name, _elements(entries[0].get(sizes)), dtype or None)
+        return tables.operation(Operation(""))
+    name, sizes_key, dtypes_key = _alike(entries[0]["profiling_name"][:MAX_NAME])
+    if sizes_key is None:
+        return tables.operation(Operation(name))
+    sizes, dtypes = entries[0].get(sizes_key), entries[0].get(dtypes_key)
+    dtype = dtypes[0] if type(dtypes) is list and dtypes and type(dtypes[0]) is str else ""
+    return tables.operation(Operation(name, _elements(sizes), text(dtype) or None))
 
 
 @functools.lru_cache(maxsize=512)
@@ -259,20 +263,17 @@ def _alike(profiling_name: str) -> tuple[str, str | None, str | None]:
 
 
 def _elements(sizes: Any) -> int | None:
-    """Elements of all tensors together, from the list of their shapes."""
+    """Elements of all tensors together, from the list of their shapes; None for what is no list of shapes."""
     if type(sizes) is not list or len(sizes) > MAX_TENSORS:
         return None
     total = 0
     for shape in sizes:
-        if type(shape) not in (list, tuple) or len(shape) > 64:
+        if type(shape) not in (list, tuple) or len(shape) > MAX_DIMENSIONS or not {*map(type, shape)} <= _INT:
             return None
-        product = 1
-        for size in shape:
-            if type(size) is not int or not 0 <= size < 1 << 48:
-                return None
-            product *= size
-        total += product
-    return total
+        if shape and not 0 <= min(shape) <= max(shape) < MAX_SIZE:
+            return None
+        total += math.prod(shape)
+    return total if 0 <= total < MAX_SEQUENCE else None
 
 
 def _is_started(entry: dict[Any, Any]) -> bool:
@@ -282,7 +283,8 @@ def _is_started(entry: dict[Any, Any]) -> bool:
 def _is_timed(dump: Dump) -> bool:
     if any(status.started >= 0 for status in dump.status.values()):
         return True
-    return any(type(entry) is dict and _is_started(entry) for entry in dump.entries[-64:])
+    # With a summary that tells of no start there are none.
+    return not dump.status and any(type(entry) is dict and _is_started(entry) for entry in dump.entries[-64:])
 
 
 # ---- transfers
@@ -355,6 +357,6 @@ def _last(dump: Dump, tracks: dict[int, _Track], tables: Tables) -> Wait | None:
             continue
         sequence = entry.get("p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id")
         if type(sequence) is int and 0 <= sequence < MAX_SEQUENCE:
-            operation = tables.operation(_operation([entry]))
+            operation = _operation([entry], tables)
             return Wait(tables.group(track.group), sequence, operation, (), _is_started(entry), where(entry))
     return None
