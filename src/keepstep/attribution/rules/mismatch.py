@@ -57,7 +57,7 @@ def _without_numbers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if any(w.seq is not None for w in waiting) or not 2 <= len(first) <= FEW_RANKS or len(ops) < 2 or ops & GROUPED:
         return []
     attrs = {"seq": "?", "ops": sorted(ops), "how": "likely"}
-    return [concluded("derived.collective_mismatch", catalog, waiting[0].event, attrs)]
+    return [derive(catalog, "derived.collective_mismatch", waiting[0].event, attrs=attrs)]
 
 
 MOST_SPLIT = 256
@@ -81,7 +81,7 @@ def _splits(events: Sequence[Event], catalog: Catalog) -> list[Event]:
                 if place < len(sent) == len(ranks) == len(expected) and sent[place] != expected[peer_place]:
                     sizes = [f"rank {peer} sends {sent[place]}", f"rank {rank} expects {expected[peer_place]}"]
                     attrs = {"seq": seq, "op": "ALLTOALL", "sizes": sizes, "how": "certain"}
-                    return [concluded("derived.size_mismatch", catalog, by_rank[rank], attrs)]
+                    return [derive(catalog, "derived.size_mismatch", by_rank[rank], attrs=attrs)]
     return []
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from keepstep.attribution.current import end_of, goes_on
 from keepstep.attribution.order import SECOND_NS, canonical, compare
-from keepstep.attribution.rules.jobfacts import PROGRESS, WAITS, before, begin_of_wait, concluded, of, waits
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import PROGRESS, WAITS, before, begin_of_wait, of, waits
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -30,7 +31,7 @@ def drill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     last = _last_work(events, catalog)
     if last is None or not before(asked[0], last) or _fails_after(events, last, catalog):
         return []
-    return [concluded("derived.drill", catalog, last, {"asked": asked[0].evidence.text[:160]})]
+    return [derive(catalog, "derived.drill", last, attrs={"asked": asked[0].evidence.text[:160]})]
 
 
 def running_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -43,7 +44,7 @@ def running_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     resume = resumes[-1]
     if not before(stops[0], resume) or not before(resume, last) or _fails_after(events, resume, catalog):
         return []
-    return [concluded("derived.running_again", catalog, last, {"resumed": resume.evidence.text[:160]})]
+    return [derive(catalog, "derived.running_again", last, attrs={"resumed": resume.evidence.text[:160]})]
 
 
 def _stopped(event: Event, catalog: Catalog) -> bool:
@@ -78,7 +79,7 @@ def user_cancelled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             continue
         failed = [e for e in events if catalog[e.signature].role in FAILING_ROLES and before(e, event)]
         if not any(catalog[e.signature].severity in ("error", "fatal") and not _stopped(e, catalog) for e in failed):
-            return [concluded("derived.user_cancelled", catalog, event, {"uid": uid})]
+            return [derive(catalog, "derived.user_cancelled", event, attrs={"uid": uid})]
     return []
 
 
@@ -88,7 +89,7 @@ def session_closed(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not hangups or not terminals or any(e.kind in ("sched.preempt", "sched.requeue") for e in events):
         return []
     attrs = {"terminal": terminals[0].evidence.text[:160]}
-    return [concluded("derived.session_closed", catalog, min(hangups, key=canonical), attrs)]
+    return [derive(catalog, "derived.session_closed", min(hangups, key=canonical), attrs=attrs)]
 
 
 def name_came_later(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -96,7 +97,7 @@ def name_came_later(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     missed = sorted(of(events, "net.host_not_found", "torch.store_name_unresolved"), key=canonical)
     found = of(events, "net.name_found")[:MOST_PAIRS]
     if missed and any(compare(missed[0], f) != "after" for f in found):
-        return [concluded("derived.name_came_later", catalog, missed[0], {})]
+        return [derive(catalog, "derived.name_came_later", missed[0], attrs={})]
     return []
 
 
@@ -114,7 +115,7 @@ def finished_apart(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     elif not before(end, waiting[0].event):
         return []
     rank = ranks.pop()
-    return [concluded("derived.finished_apart", catalog, waiting[0].event, {"about_rank": rank})]
+    return [derive(catalog, "derived.finished_apart", waiting[0].event, attrs={"about_rank": rank})]
 
 
 def uneven_data(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -123,7 +124,7 @@ def uneven_data(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not uneven or not waits(events):
         return []
     attrs = {name: uneven[0].attrs.get(name) for name in ("unit", "counts")}
-    return [concluded("derived.uneven_data", catalog, uneven[0], attrs)]
+    return [derive(catalog, "derived.uneven_data", uneven[0], attrs=attrs)]
 
 
 NVLS = ("nccl.nvls_warning", "nccl.nvls_failed")
@@ -135,7 +136,7 @@ def multicast_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in of(events, *NVLS)[:MOST_PAIRS]:
         cause = next((s for s in stopped if s.node in (event.node, None) and compare(event, s) != "before"), None)
         if cause is not None:
-            return [concluded("derived.multicast_lost", catalog, event, {"restart": cause.evidence.text[:160]})]
+            return [derive(catalog, "derived.multicast_lost", event, attrs={"restart": cause.evidence.text[:160]})]
     return []
 
 
@@ -149,7 +150,7 @@ def agent_never_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     gone_s = (last_ns - (first.time_ns or 0)) / SECOND_NS
     if gone_s < LEAST_GONE_S:
         return []
-    return [concluded("derived.agent_never_left", catalog, first, {"minutes": round(gone_s / 60)})]
+    return [derive(catalog, "derived.agent_never_left", first, attrs={"minutes": round(gone_s / 60)})]
 
 
 TOOLS = (
@@ -178,7 +179,7 @@ def tool_failed(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         catalog[e.signature].severity in ("error", "fatal") and catalog[e.signature].role != "noise" for e in others
     ):
         return []
-    return [concluded("derived.tool_failed", catalog, min(raised, key=canonical), {})]
+    return [derive(catalog, "derived.tool_failed", min(raised, key=canonical), attrs={})]
 
 
 def _in_tool(event: Event) -> bool:
@@ -197,7 +198,7 @@ def dumps_while_working(events: Sequence[Event], catalog: Catalog) -> list[Event
         return []
     if any(catalog[e.signature].severity in ("error", "fatal") for e in events):
         return []
-    return [concluded("derived.dumps_while_working", catalog, dumps[0], {})]
+    return [derive(catalog, "derived.dumps_while_working", dumps[0], attrs={})]
 
 
 def other_version(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -212,7 +213,7 @@ def other_version(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         told = of(events, remark)
         if told and failing:
             attrs = {name: told[0].attrs.get(name)}
-            found.append(concluded(conclusion, catalog, min(failing, key=canonical), attrs))
+            found.append(derive(catalog, conclusion, min(failing, key=canonical), attrs=attrs))
     return found
 
 
