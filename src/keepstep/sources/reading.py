@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -215,16 +215,21 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
             # Other texts that it quotes lie beside it.
             events = parsed
         whole.events += events
-        _add_words(whole, document)
+        _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 
 
-def _add_words(whole: _Whole, document: Document) -> None:
-    """The words of what was given, while all of it is short: what somebody chose to show. A long log holds every word."""
+def _add_words(whole: _Whole, document: Document, known: Collection[int]) -> None:
+    """The words of what was given, while all of it is short: what somebody chose to show. A long log holds every word.
+
+    `known`: numbers of lines in which a sign was seen: what they say has its entry.
+    """
     whole.characters += sum(len(line.raw) for line in document.lines)
     if whole.characters <= WORDS_LIMIT:
-        whole.words |= words_of("\n".join([document.title, *(line.raw for line in document.lines)]))
+        whole.words |= words_of(
+            "\n".join([document.title, *(line.raw for line in document.lines if line.number not in known)])
+        )
 
 
 def _lean_event(whole: _Whole) -> list[Event]:
