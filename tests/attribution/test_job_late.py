@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
 
-from tests.attribution.jobtexts import conclusions, lines, status, timeout, verdict_of
+from keepstep.attribution.rules.job import JOB_RULES
+from keepstep.catalog.load import shipped
+from tests.attribution.jobtexts import conclusions, events_of, lines, status, timeout, verdict_of
 
 OTHERS = [timeout(r, 40, "ALLREDUCE") for r in (1, 2, 3)]
 
@@ -198,3 +203,36 @@ def test_ranks_a_step_apart_are_as_they_should_be() -> None:
 def test_what_readers_of_dumps_print_names_the_late_rank() -> None:
     text = lines("missing ranks: {5}", "[rank5]: 2031-02-14 11:05:00 generating samples for eval")
     assert conclusions(text)["derived.late_in_evaluation"].rank == 5
+
+
+def test_counters_that_a_script_printed_name_who_has_nothing_pending() -> None:
+    text = lines(
+        *[f"rank {r}: last_completed=4101 last_enqueued={4101 if r == 2 else 4103}" for r in range(4)],
+        "==> rank2.log <==",
+        "2031-02-14 11:00:00 plotting attention maps 40/64",
+    )
+    assert conclusions(text)["derived.late_in_evaluation"].rank == 2
+
+
+def test_a_rank_whose_stack_is_in_a_network_read_waits_for_a_server() -> None:
+    text = lines(
+        "RuntimeError: [Rank 0]: Ranks 3 failed to pass monitoredBarrier in 600000 ms",
+        "==> rank3.stack <==",
+        'Thread 55 (idle): "MainThread"',
+        "    read (ssl.py:1166)",
+        "    _make_request (urllib3/connectionpool.py:536)",
+        "    load_tokenizer (/w/data.py:30)",
+    )
+    assert verdict_of(text).fault_class == "storage"
+
+
+def test_a_job_of_sixteen_thousand_ranks_is_judged_in_time() -> None:
+    catalog = shipped()
+    text = lines(*[timeout(r, 40, "ALLREDUCE") for r in range(40)])
+    few = [e for e in events_of(text) if e.signature == "torch.watchdog_timeout"]
+    waiting = [msgspec.structs.replace(few[r % len(few)], rank=r) for r in range(12_000)]
+    busy = [msgspec.structs.replace(few[0], signature="job.evaluating", rank=r) for r in range(12_000, 16_000)]
+    begin = time.process_time()
+    for rule in JOB_RULES:
+        assert len(rule([*waiting, *busy], catalog)) <= 64
+    assert time.process_time() - begin < 5.0

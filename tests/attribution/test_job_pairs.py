@@ -107,3 +107,21 @@ def test_a_setting_of_the_run_that_failed_is_no_workaround() -> None:
         "[rank0]: ncclInternalError: Internal check failed.",
     )
     assert "derived.works_without_rdma" not in conclusions(text)
+
+
+def test_addresses_that_may_be_other_names_of_known_nodes_take_nobody_out() -> None:
+    text = lines(
+        "hostA:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB bond0:10.1.0.4<0>",
+        failed("hostB", "10.1.0.4"),
+        failed("hostA", "10.1.0.5"),
+        "# 0 steps completed",
+    )
+    verdict = verdict_of(text)
+    assert (verdict.signature, verdict.action) == ("derived.transport_never_worked", "fail_fast")
+
+
+def test_the_node_without_gpu_direct_among_others_with_it() -> None:
+    line = "gpu-{}:9:10 [0] NCCL INFO NET/IB : GPU Direct RDMA {} for HCA 0 'mlx5_0'"
+    text = lines(line.format(14, "Disabled"), *[line.format(n, "Enabled") for n in (11, 12, 13)])
+    assert conclusions(text)["derived.transport_odd"].node == "gpu-14"
+    assert conclusions(lines(*[line.format(n, "Disabled") for n in (11, 12, 13)])) == {}

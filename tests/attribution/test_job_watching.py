@@ -87,3 +87,10 @@ def test_a_hang_that_was_declared_while_steps_went_on_is_a_false_alarm() -> None
         "2031-02-14 11:03:30 step 4001 loss 2.2",
     )
     assert "derived.false_alarm" not in conclusions(restarted)
+
+
+def test_dumps_of_days_before_the_last_steps_are_of_a_hang_that_is_over() -> None:
+    listing = "$ ls -l /fr\n-rw-r--r-- 1 u u 450 {} nccl_trace_rank_0\n-rw-r--r-- 1 u u 450 {} nccl_trace_rank_1\n==> train.log <=="
+    step = "2031-02-14 11:10:00 step 9100 loss 1.2"
+    assert verdict_of(lines(listing.format("Feb 11 04:00", "Feb 11 04:00"), step)).no_current_fault
+    assert "derived.old_dumps" not in conclusions(lines(listing.format("Feb 14 11:05", "Feb 14 11:05"), step))

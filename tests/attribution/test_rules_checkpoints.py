@@ -171,7 +171,7 @@ class TestNothingDone:
     STORY = (
         event("ckpt.resumed", 1, step="60"),
         event("ckpt.zero_progress", 2, step="60", total="120"),
-        event("ckpt.clean_end", 3),
+        event("job.finished_rank", 3),
     )
 
     def test_a_run_that_ends_well_without_a_step(self) -> None:

@@ -149,6 +149,20 @@ def test_twenty_thousand_ranks_are_compared_in_no_time() -> None:
     assert time.process_time() - begin < 10
 
 
+def test_samples_of_several_kinds_that_agree_are_more_than_one() -> None:
+    forward, backward = (series(ranks([n], [n], [1.5 * n], [n])) for n in (200.0, 400.0))
+    assert named(slow(forward)) == ["derived.straggler.once"]
+    both = stragglers([forward, backward], shipped())
+    assert [(e.signature, e.rank) for e in both] == [("derived.straggler.constant", 2)]
+
+
+def test_slow_data_everywhere_point_behind_the_machines() -> None:
+    event = series(ranks([15.0, 900.0], [16.0, 910.0], [15.0, 930.0], [17.0, 905.0]), "host")
+    assert named(slow(event)) == ["derived.straggler.all_data_slow"]
+    assert attribute([event], shipped()).fault_class == "storage"
+    assert slow(series(ranks([15.0, 18.0], [16.0, 17.0], [15.0, 19.0]), "host")) == []
+
+
 # --- peers -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +258,15 @@ def test_memory_in_the_name_of_a_process_that_is_gone() -> None:
         found = attribute([holder, witness, oom], shipped())
         assert (found.fault_class, found.action) == ("framework", "restart_job")
     assert attribute([oom], shipped()).fault_class == "user_code"
+
+
+def test_reports_of_a_memory_module_that_count_ever_more() -> None:
+    def report(count: int, place: str = "DIMM#0", at: int = 0) -> Event:
+        return made("edac.corrected", float(at), node="n1", attrs={"count": str(count), "location": place})
+
+    assert of_gpus([report(31), report(4410, at=900)]) == [("derived.host.memory_rising", None)]
+    assert of_gpus([report(31), report(40, at=900)]) == []
+    assert of_gpus([report(31), report(4410, "DIMM#1", 900)]) == []
 
 
 # --- links -----------------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.attribution.rules.xid import APPLICATION, degrading, known_gsp_bug, xids
+from keepstep.attribution.rules.xid import APPLICATION, degrading, distinct_gpus, known_gsp_bug, xids
 from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import shipped
 from keepstep.catalog.xid import xid_facts
-from keepstep.records.event import Event
+from keepstep.records.event import Event, Gpu
 from keepstep.records.verdict import NODE_ACTIONS, Verdict
 from tests.attribution.shipped_events import A, B, C, D, link, made, named, wants, xid
 
@@ -159,6 +159,21 @@ def test_a_gsp_timeout_under_such_a_driver_is_the_drivers_fault() -> None:
     assert (found.fault_class, found.action) == ("framework", "reset_gpu")
     gone = verdict(xid(79, A), xid(119, A, 6.0), driver)
     assert (gone.fault_class, gone.action) == ("hardware", "cordon_node")
+
+
+def test_two_names_of_one_gpu_are_not_two_gpus() -> None:
+    line = xid(31, A, 0.0, USER.format(5, "python3"))
+    monitor = made("xid.31", 9.0, gpu=Gpu(index=4), attrs={"xid": "31"})
+    assert "derived.xid.workload" not in named(ruled(line, monitor))
+    assert distinct_gpus([line, monitor]) == 1 and distinct_gpus([line, xid(31, B), monitor]) == 2
+
+
+def test_a_gauge_is_old_when_the_gpu_passed_its_diagnostic() -> None:
+    gauge = made("gpu.xid_gauge", None, gpu=Gpu(index=2), attrs={"value": 79.0})
+    passed = made("dcgm.diag_passed", None)
+    assert verdict(gauge).action == "ask_human"
+    assert verdict(gauge, passed).no_current_fault and verdict(gauge, passed).action == "none"
+    assert verdict(gauge, passed, xid(79, A)).action == "cordon_node"
 
 
 CODES = sorted(xid_facts())

@@ -35,7 +35,6 @@ from tests.checkpoint.support import FakeRun, Training, checkpointer, flip_bit, 
 
 from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.layout import FolderName
-from keepstep.records.pickles import parse_pickle
 from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.posix import PosixRoot
 from keepstep.checkpoint.torch.dcpimport import Imported, ImportOptions, describe, import_dcp
@@ -44,6 +43,7 @@ from keepstep.checkpoint.torch.saved import ITEM_NAMES, read_record
 from keepstep.checkpoint.trust.signers import local_signer
 from keepstep.cli.main import main
 from keepstep.records.errors import ConfigError, VerificationError
+from keepstep.records.pickles import parse_pickle
 from keepstep.trainer.channel import MemoryChannel
 
 DTYPES = (

@@ -62,6 +62,12 @@ def test_lines_of_several_ranks_in_any_mixture_are_told_apart() -> None:
     assert {(e.rank, e.attrs["type"]) for e in events} == {(1, "KeyError"), (2, "ValueError")}
 
 
+def test_a_logger_that_puts_its_header_before_every_line() -> None:
+    text = "\n".join(f"ERROR 03-17 executor.py:670 {line}" for line in PLAIN.splitlines())
+    (event,) = found(text)
+    assert (event.attrs["type"], event.attrs["user_frame"]) == ("KeyError", "/w/train.py:155 main")
+
+
 def test_of_a_direct_cause_the_cause_is_what_happened() -> None:
     text = (
         PLAIN

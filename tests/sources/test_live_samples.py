@@ -6,6 +6,7 @@ Nothing here has seen a GPU; the names and numbers of the stand-in are those of 
 from __future__ import annotations
 
 import http.server
+import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def test_what_is_not_there_is_said_and_is_no_event(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(nvml.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     assert "nvidia-ml-py is not installed" in str(nvml.sample_gpus(shipped()).problem)
 
 

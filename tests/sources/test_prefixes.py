@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.records.codec import rfc3339
 from keepstep.sources.prefixes import Habits, habits_of, strip
 
 UNCHANGED = ""
@@ -81,6 +82,26 @@ def test_forms(raw: str, text: str, said: dict[str, Any]) -> None:
     prefixed = strip(raw)
     assert prefixed.text == (text or raw)
     assert {name: getattr(prefixed, name) for name in said} == said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERROR:    2031-03-17 13:40:58,123 uvicorn boom",
+        "[ERROR] 2031-03-17 13:40:58 boom",
+        "(EngineCore_0 pid=331) WARNING 2031-03-17 13:40:58 [core.py:712] boom",
+        'time="2031-03-17 13:40:58" level=error msg=boom',
+        "level=error ts=2031-03-17 13:40:58 msg=boom",
+        "2031-03-17 13:40:58.000 | ERROR    | main:12 - boom",
+        "srun: error: *** STEP 4.0 ON n03 CANCELLED AT 2031-03-17T13:40:58 DUE TO TIME LIMIT ***",
+        "  time      : 2031-03-17_13:40:58",
+        "[2031-03-17 13:40:58,123][torch.distributed][ERROR] boom",
+    ],
+)
+def test_where_a_time_stands(text: str) -> None:
+    stamp = strip(text).said.stamp
+    assert stamp is not None and stamp.kind == "local"
+    assert rfc3339(stamp.ns).startswith("2031-03-17T13:40:58")
 
 
 class TestHabits:

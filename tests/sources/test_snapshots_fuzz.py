@@ -18,14 +18,21 @@ from keepstep.sources.snapshots.making import EVENTS_LIMIT, number
 from tests.sources.snapshot_texts import FULL, IBSTAT, OLD_TABLE, TABLE
 
 MINE = [(name, parse) for name, parse in PARSERS if parse.__module__.startswith("keepstep.sources.snapshots")]
-SEEDS = [FULL, TABLE, OLD_TABLE, IBSTAT] + [
+SEEDS = [
+    FULL,
+    TABLE,
+    OLD_TABLE,
+    IBSTAT,
     "index, pcie.link.gen.current, pcie.link.gen.max, utilization.gpu [%]\n0, 1, 5, 97 %\n",
     "rank compute_ms wait_ms: 0:610/402 1:612/400 2:1009/3\n",
     "| rank | gemm_ms |\n|---|---|\n| 0 | 1 |\n",
     'DCGM_FI_DEV_XID_ERRORS{gpu="3",UUID="GPU-3",Hostname="h"} 31 1755000000000\n',
     "node gpu link replay recovery\na 0 13 0 5\n# +21 min\na 0 13 0 9\n",
     "SymbolErrorCounter:..............118\n",
-    "9b:00.0 Infiniband controller: Mellanox MT2910\n\tLnkCap: Port #0, Speed 32GT/s, Width x16\n\tLnkSta: Speed 8GT/s, Width x4\n",
+    (
+        "9b:00.0 Infiniband controller: Mellanox MT2910\n"
+        "\tLnkCap: Port #0, Speed 32GT/s, Width x16\n\tLnkSta: Speed 8GT/s, Width x4\n"
+    ),
     "GPU 0: X (UUID: GPU-0)\n\t Link 0: <inactive>\n\t Link 1: 26 GB/s\nGPU0 X NV4 SYS\nGPU1 NV4 X NV4\n",
     "memcpy bandwidth (GB/s)\n 0 1 2\n 0 55.1 55.0 1.0\n",
     "  PID PPID COMMAND\n1 1 x\ncpu-bind=MASK - g1, task 0 0 [1]: mask 0x1 set\n",
@@ -89,7 +96,8 @@ def test_real_outputs_cut_and_damaged(name: str, parse: Parser) -> None:
             check(parse, "".join(text))
 
 
-HARD = ["a : " * 480, "rank=1 ms=2 " * 160, "gpu " + "1 " * 900, "| GPU " + "| " * 900, "slow straggler rank " * 95, "0 " + "1.1 " * 470,
+HARD = ["a : " * 480, "rank=1 ms=2 " * 160, "gpu " + "1 " * 900, "| GPU " + "| " * 900,
+        "slow straggler rank " * 95, "0 " + "1.1 " * 470,
         "GPU0 " + "NV18 " * 390, "{" * 1900, " " * 1900 + "x", "mask 0x" + "f" * 1900, "index, pstate, " + "1," * 900]  # fmt: skip
 
 

@@ -17,21 +17,31 @@ def test_ibstat_tells_every_port_and_which_is_down() -> None:
     assert [e.nic for e in of(events, "nic.port_down")] == ["mlx5_1"]
 
 
+SYS = "Infiniband device 'mlx5_4' port 1 status:\n"
+VERBS = "hca_id:\tmlx5_2\n\t\tport:\t1\n\t\t\tstate:\t\t\t"
+MLXLINK = "State                           : Active\nPhysical state                  : LinkUp\nSpeed : IB-NDR\n"
+
+
 @pytest.mark.parametrize(
     ("text", "title", "nic", "up"),
     [
-        ("Infiniband device 'mlx5_4' port 1 status:\n\tstate:\t\t 4: ACTIVE\n\tphys state:\t 5: LinkUp\n\trate:\t\t 400 Gb/sec (4X NDR)\n", "", "mlx5_4", True),
-        ("Infiniband device 'mlx5_4' port 1 status:\n\tstate:\t\t 1: DOWN\n\tphys state:\t 3: Disabled\n", "", "mlx5_4", False),
-        ("hca_id:\tmlx5_2\n\t\tport:\t1\n\t\t\tstate:\t\t\tPORT_ACTIVE (4)\n\t\t\tlink_layer:\t\tInfiniBand\n", "", "mlx5_2", True),
-        ("hca_id:\tmlx5_2\n\t\tport:\t1\n\t\t\tstate:\t\t\tPORT_INIT (2)\n", "", "mlx5_2", False),
+        (
+            SYS + "\tstate:\t\t 4: ACTIVE\n\tphys state:\t 5: LinkUp\n\trate:\t\t 400 Gb/sec (4X NDR)\n",
+            "",
+            "mlx5_4",
+            True,
+        ),
+        (SYS + "\tstate:\t\t 1: DOWN\n\tphys state:\t 3: Disabled\n", "", "mlx5_4", False),
+        (VERBS + "PORT_ACTIVE (4)\n\t\t\tlink_layer:\t\tInfiniBand\n", "", "mlx5_2", True),
+        (VERBS + "PORT_INIT (2)\n", "", "mlx5_2", False),
         ("link mlx5_0/1 state ACTIVE physical_state LINK_UP netdev ib0\n", "rdma link", "mlx5_0", True),
         ("link rocep1s0/1 state DOWN physical_state DISABLED netdev ens1\n", "", "rocep1s0", False),
         ("mlx5_3 port 1 ==> ib3 (Down)\n", "ibdev2netdev", "mlx5_3", False),
-        ("State                           : Active\nPhysical state                  : LinkUp\nSpeed : IB-NDR\n", "mlxlink -d mlx5_7", "mlx5_7", True),
+        (MLXLINK, "mlxlink -d mlx5_7", "mlx5_7", True),
         ("mlx5_0 Active  mlx5_1 Active\n", "", "mlx5_1", True),
         ("mlx5_0: state Down\n", "", "mlx5_0", False),
     ],
-)  # fmt: skip
+)
 def test_other_tools_say_the_same(text: str, title: str, nic: str, up: bool) -> None:
     port = next(e for e in of(parsed(ports.parse, text, title), "nic.port") if e.nic == nic)
     assert port.attrs["up"] is up
@@ -39,7 +49,11 @@ def test_other_tools_say_the_same(text: str, title: str, nic: str, up: bool) -> 
 
 
 def test_a_spare_ethernet_port_is_only_context() -> None:
-    text = "2: eno1: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 9000 qdisc mq state UP\n3: eno2: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq state DOWN\n4: docker0: <NO-CARRIER> mtu 1500 state DOWN\n"
+    text = (
+        "2: eno1: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 9000 qdisc mq state UP\n"
+        "3: eno2: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 qdisc mq state DOWN\n"
+        "4: docker0: <NO-CARRIER> mtu 1500 state DOWN\n"
+    )
     events = parsed(ports.parse, text)
     assert [e.nic for e in of(events, "nic.port_down_ethernet")] == ["eno2"]
     assert shipped()["nic.port_down_ethernet"].role == "context"
@@ -47,7 +61,12 @@ def test_a_spare_ethernet_port_is_only_context() -> None:
 
 
 def test_perfquery_twice_gives_two_samples_and_the_time_between() -> None:
-    text = "# Port extended counters: Lid 212 port 1 (CapMask: 0x5A00)\nSymbolErrorCounter:..............118\nPortRcvErrors:...................9\n# 10 min later\nSymbolErrorCounter:..............9120\nPortRcvErrors:...................9\n"
+    text = (
+        "# Port extended counters: Lid 212 port 1 (CapMask: 0x5A00)\n"
+        "SymbolErrorCounter:..............118\nPortRcvErrors:...................9\n"
+        "# 10 min later\nSymbolErrorCounter:..............9120\n"
+        "PortRcvErrors:...................9\n"
+    )
     totals = of(parsed(port_counters.parse, text, "perfquery -x 212 1"), "counter.total")
     symbols = [e.attrs for e in totals if e.attrs["counter"] == "symbol_error"]
     assert [(a["value"], a["sample"], a["elapsed_s"]) for a in symbols] == [(118, 0, 0), (9120, 1, 600)]
@@ -63,7 +82,11 @@ def test_ethtool_and_ip_name_their_device() -> None:
         "counter.total",
     )
     assert [(e.nic, e.attrs["counter"], e.attrs["value"]) for e in ethtool] == [("ens3f0np0", "rx_crc_errors_phy", 5)]
-    ip = "2: eth0: <BROADCAST,UP,LOWER_UP> mtu 9000 state UP\n    RX:  bytes packets errors dropped  missed   mcast\n    123 9 77 0 0 0\n    TX:  bytes packets errors dropped carrier collsns\n    99 8 0 12 3 0\n"
+    ip = (
+        "2: eth0: <BROADCAST,UP,LOWER_UP> mtu 9000 state UP\n"
+        "    RX:  bytes packets errors dropped  missed   mcast\n    123 9 77 0 0 0\n"
+        "    TX:  bytes packets errors dropped carrier collsns\n    99 8 0 12 3 0\n"
+    )
     totals = {e.attrs["counter"]: e.attrs["value"] for e in of(parsed(port_counters.parse, ip), "counter.total")}
     assert totals == {"port_rcv_errors": 77, "port_xmit_discards": 12, "carrier_changes": 3}
 
@@ -96,7 +119,7 @@ DEVICE = "{bdf} {kind}: {name}\n\t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, A
 @pytest.mark.parametrize(
     ("kind", "name", "sta", "signature"),
     [
-        ("Infiniband controller", "Mellanox Technologies MT2910 [ConnectX-7]", "Speed 32GT/s, Width x8 (downgraded)", "pcie.nic_degraded"),
+        ("Infiniband controller", "Mellanox Technologies MT2910", "Speed 32GT/s, Width x8 (downgraded)", "pcie.nic_degraded"),
         ("Ethernet controller", "Mellanox Technologies MT2892", "Speed 8GT/s (downgraded), Width x16", "pcie.nic_degraded"),
         ("Ethernet controller", "Mellanox Technologies MT2892", "Speed 8GT/s, Width x16 (ok)", "pcie.nic_degraded"),
         ("3D controller", "NVIDIA Corporation GH100", "Speed 2.5GT/s (downgraded), Width x16", "gpu.pcie_unclear"),
@@ -111,7 +134,10 @@ def test_links_of_devices_below_what_they_can(kind: str, name: str, sta: str, si
 
 
 def test_acs_on_a_bridge_and_devices_that_are_gone() -> None:
-    acs = "3a:00.0 PCI bridge: PLX Technology device\n\tACSCtl: SrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-\n"
+    acs = (
+        "3a:00.0 PCI bridge: PLX Technology device\n"
+        "\tACSCtl: SrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-\n"
+    )
     assert [e.signature for e in parsed(lspci.parse, acs)] == ["pcie.acs_on"]
     assert lspci.parse(document(acs.replace("+", "-")), shipped()) is None
     gone = "5e:00.0 3D controller: NVIDIA Corporation GA100 (rev ff)\n\t!!! Unknown header type 7f\n"
@@ -119,7 +145,12 @@ def test_acs_on_a_bridge_and_devices_that_are_gone() -> None:
     assert {e.gpu.pci for e in parsed(lspci.parse, gone) if e.gpu} == {"0000:5e:00.0"}
 
 
-SPEEDS = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-0000000000a0)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-0000000000a1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+SPEEDS = (
+    "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-0000000000a0)\n"
+    "\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"
+    "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-00000000-0000-0000-0000-0000000000a1)\n"
+    "\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+)
 
 
 @pytest.mark.parametrize(("speed", "found"), [("26.562 GB/s", 0), ("<inactive>", 1), ("13.281 GB/s", 1)])
@@ -131,13 +162,20 @@ def test_an_nvlink_that_differs_from_its_peers(speed: str, found: int) -> None:
 
 
 def test_no_active_link_at_all_is_only_context() -> None:
-    text = "GPU 0: X (UUID: GPU-00000000-0000-0000-0000-0000000000a0)\n\t Link 0: <inactive>\nGPU 1: X (UUID: GPU-00000000-0000-0000-0000-0000000000a1)\n\t Link 0: <inactive>\n"
+    text = (
+        "GPU 0: X (UUID: GPU-00000000-0000-0000-0000-0000000000a0)\n\t Link 0: <inactive>\n"
+        "GPU 1: X (UUID: GPU-00000000-0000-0000-0000-0000000000a1)\n\t Link 0: <inactive>\n"
+    )
     assert [e.signature for e in parsed(nvlink.parse, text)] == ["nvlink.all_inactive"]
     assert shipped()["nvlink.all_inactive"].role == "context"
 
 
 def test_error_counters_of_links_are_totals_by_gpu_and_link() -> None:
-    text = "GPU 3: NVIDIA H100 (UUID: GPU-33333333-0000-0000-0000-000000000003)\n\t Link 7: Replay Errors: 41\n\t Link 7: Recovery Errors: 12\n\t Link 7: CRC Errors: 0\n"
+    text = (
+        "GPU 3: NVIDIA H100 (UUID: GPU-33333333-0000-0000-0000-000000000003)\n"
+        "\t Link 7: Replay Errors: 41\n\t Link 7: Recovery Errors: 12\n"
+        "\t Link 7: CRC Errors: 0\n"
+    )
     totals = of(parsed(nvlink.parse, text), "counter.total")
     assert {e.attrs["counter"]: (e.attrs["value"], e.attrs["port"]) for e in totals} == {
         "nvlink_replay": (41, "7"),

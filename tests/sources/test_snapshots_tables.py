@@ -79,7 +79,12 @@ def test_scores_that_are_not_numbers_are_kept_as_such() -> None:
 
 
 def test_a_table_of_gpus_becomes_samples() -> None:
-    text = "# gpu   pwr gtemp mtemp    sm   mem  mclk  pclk\n# Idx     W     C     C     %     %   MHz   MHz\n    0   651    64    71   100    44  2619  1965\n    3   301    58    66   100    21  2619   960\n"
+    text = (
+        "# gpu   pwr gtemp mtemp    sm   mem  mclk  pclk\n"
+        "# Idx     W     C     C     %     %   MHz   MHz\n"
+        "    0   651    64    71   100    44  2619  1965\n"
+        "    3   301    58    66   100    21  2619   960\n"
+    )
     samples = of(parsed(tables.parse, text), "gpu.sample")
     assert [e.gpu.index for e in samples if e.gpu] == [0, 3]
     assert samples[1].attrs["levels"] == {
@@ -123,6 +128,7 @@ def test_lines_of_other_things_give_no_series(text: str) -> None:
         ("all_reduce_ms", "", "wait"),
         ("AllReduce time", "", "wait"),
         ("dataloader_s", "", "host"),
+        ("input_wait_ms", "", "host"),
         ("step_time", "", "step"),
         ("gpu_relative_perf", "", "score"),
         ("tokens_per_s", "", "throughput"),
@@ -135,6 +141,29 @@ def test_lines_of_other_things_give_no_series(text: str) -> None:
 )
 def test_what_a_name_measures(name: str, unit: str, kind: str | None) -> None:
     assert metric_kind(name, unit) == kind
+
+
+def test_what_a_sentence_says_of_limits_and_of_all_ranks() -> None:
+    (event,) = of(
+        parsed(tables.parse, "power limit 400 W (default 700 W) on every GPU of row C\n"), "gpu.power_limit_low"
+    )
+    assert event.attrs["value"] == 400
+    text = "rank times: step time 1.00 s -> 1.38 s since 13:00 on all ranks\n"
+    (event,) = of(parsed(tables.parse, text), "straggler.all_slow_said")
+    assert event.attrs["ratio"] == 1.38
+    for other in (text.replace("1.38", "1.02"), text.replace("all ranks", "rank 3"), "rank 0 up at 13:00 18:00\n"):
+        assert not of(tables.parse(document(other), shipped()) or [], "straggler.all_slow_said")
+
+
+def test_extremes_of_reports_name_the_slowest_rank() -> None:
+    one_line = "^^^^ Rank: 0 | MnRtt/Rnk: 812.10ms/17 | MxRtt/Rnk: 1411.88ms/45 | MnETpt/Rnk: 80.0TF/9 | MxETpt/Rnk: 90.0TF/2\n"
+    (event,) = of(parsed(tables.parse, one_line * 3), "straggler.slowest")
+    assert event.attrs["slowest"] == ["45", "45", "45"]
+    apart = "\t Train MinThroughput/Rank: 88.10TF/19\n\t Train MaxThroughput/Rank: 129.50TF/2\n"
+    (event,) = of(parsed(tables.parse, "rank\n" + apart * 3), "straggler.slowest")
+    assert event.attrs["slowest"] == ["19", "19", "19"]
+    even = "\t Train MinThroughput/Rank: 129.00TF/19\n\t Train MaxThroughput/Rank: 129.50TF/2\n"
+    assert tables.parse(document("rank\n" + even * 3), shipped()) is None
 
 
 SCRAPE = 'DCGM_FI_DEV_{}{{gpu="{}",UUID="GPU-{}{}",pci_bus_id="00000000:0{}:00.0",Hostname="s9"}} {} {}\n'
@@ -231,7 +260,10 @@ def test_health_reports_as_table_and_as_json() -> None:
     assert [(e.signature, e.gpu.index if e.gpu else None) for e in events if e.attrs["test"] == "Memory system"] == [
         ("dcgm.health_failure", 4)
     ]
-    old = "| Health Monitor Report |\n| Overall Health | Warning |\n| GPU ID: 2 | Warning |\n|  | Thermal system: Warning - Detected thermal violation |\n"
+    old = (
+        "| Health Monitor Report |\n| Overall Health | Warning |\n| GPU ID: 2 | Warning |\n"
+        "|  | Thermal system: Warning - Detected thermal violation |\n"
+    )
     assert [e.signature for e in parsed(dcgm.parse, old)] == ["dcgm.health_warning"]
 
 
@@ -284,7 +316,11 @@ def test_diagnostics_as_json_and_in_one_line() -> None:
     ]
 
 
-NCCL = "# nThread 1 nGpus 1\n#  Rank  0 Group 0 Pid 1 on  {} device  0 [0x42] NVIDIA H100\n  1073741824     268435456     float     sum      -1    5000  200.1  375.0  {}  5001  200.0  374.0      0\n# Avg bus bandwidth    : {}\n"
+NCCL = (
+    "# nThread 1 nGpus 1\n#  Rank  0 Group 0 Pid 1 on  {} device  0 [0x42] NVIDIA H100\n"
+    "  1073741824     268435456     float     sum      -1    5000  200.1  375.0  {}  5001  200.0  374.0      0\n"
+    "# Avg bus bandwidth    : {}\n"
+)
 
 
 def test_nccl_tests_give_the_best_bandwidth_of_their_machines() -> None:
@@ -298,7 +334,10 @@ def test_wrong_results_are_a_fault_at_once() -> None:
 
 
 def test_matrices_of_bandwidth_tests() -> None:
-    text = "memcpy CE CPU(row) -> GPU(column) bandwidth (GB/s)\n           0         1         2\n 0     55.31     55.28     13.02\n\nSUM x 1\n"
+    text = (
+        "memcpy CE CPU(row) -> GPU(column) bandwidth (GB/s)\n"
+        "           0         1         2\n 0     55.31     55.28     13.02\n\nSUM x 1\n"
+    )
     (event,) = parsed(bandwidth.parse, text)
     assert event.attrs["rows"] == [[55.31, 55.28, 13.02]]
 

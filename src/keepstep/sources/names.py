@@ -27,7 +27,7 @@ _POD = re.compile(
 _COUNTED_WORDS = """
 rank attempt cycle step iter epoch run job slurm part xid gpu exp experiment test trial v version ckpt checkpoint
 output out log logs tmp temp pytest seed phase stage day date model layer try task array case input file global_step
-train eval
+train eval mlx rocep ibp eth ens enp eno bond
 """
 _COUNTED = frozenset(_COUNTED_WORDS.split())
 """Words before a number that is not part of a machine's name."""

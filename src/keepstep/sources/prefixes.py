@@ -137,8 +137,10 @@ _RANK_WORD = re.compile(
 _RANK_INSIDE = re.compile(r"\[(?:PG(?: ID)? 0 (?:PG GUID \S+ )?)?[Rr]ank[ =:]?(?P<rank>\d{1,7})\]")
 _NCCL = re.compile(rf"(?P<host>{_HOST}):\d+:\d+ \[(?P<dev>-?\d{{1,3}})\] ")
 _GLOG_BRACKET = re.compile(r"\[[IWEF](?=\d{3,4} \d\d:)")
-_LEVEL_DATE = re.compile(r"(?:\([^()]{1,80}\) )?(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) (?=\d\d-\d\d \d\d:)")
-_KEY_TIME = re.compile(r"(?:time|ts|t|timestamp)=\"?(?=\d)")
+_LEVEL_DATE = re.compile(
+    r"(?:\([^()]{1,80}\) )?\[?(?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL|SEVERE)\]?[: ]\s{0,8}\[?(?=\d\d)"
+)
+_KEY_TIME = re.compile(r"\b(?:time|ts|t|timestamp)=\"?(?=\d{4}-|\d{10})")
 _PHRASE_TIME = re.compile(r"CANCELLED AT (?=\d{4}-)|^ *time *: (?=\d{4}-)")
 _AFTER_TIME = frozenset(" \t]|,:-")
 
@@ -215,7 +217,16 @@ def _bracketed_name(text: str, found: _Found) -> str | None:
     if match is not None and any(c.isdigit() for c in match["host"]) and not _SOURCE_FILE.search(match["host"]):
         found.node = found.node or match["host"]
         return text[match.end() :]
+    _after_level(text, found)
     return None
+
+
+def _after_level(text: str, found: _Found) -> None:
+    """A level, then a time: the program's own header, of which the time is used."""
+    match = _LEVEL_DATE.match(text)
+    inner = stamp_at(text, match.end()) if match is not None else None
+    if inner is not None:
+        found.time(inner.stamp)
 
 
 def _digit(text: str, found: _Found, habits: Habits) -> str | None:
@@ -255,7 +266,7 @@ def _leading_time(text: str, found: _Found) -> str | None:
         return rest[cri.end() :]
     if rest[:1] == "\t":
         return rest[1:]
-    if rest[:3] == " - ":
+    if rest[:3] in (" - ", " | "):
         return rest[3:]
     rest = rest.lstrip(" ,|:") if rest[:1] != " " else rest[1:]
     tag = _TAG.match(rest)
@@ -308,11 +319,8 @@ def _letter(text: str, found: _Found, habits: Habits) -> str | None:
         if match["facility"] == "kern":
             found.stream = "kernel"
         return text[match.end() :]
-    match = _LEVEL_DATE.match(text) or _KEY_TIME.match(text)
-    if match is not None:
-        inner = stamp_at(text, match.end())
-        if inner is not None:
-            found.time(inner.stamp)
+    if _LEVEL_DATE.match(text) is not None:
+        _after_level(text, found)
         return None
     return _named_line(text, found, habits)
 
@@ -365,10 +373,7 @@ def _angle(text: str, found: _Found, _habits: Habits) -> str | None:
 def _paren(text: str, found: _Found, _habits: Habits) -> str | None:
     match = _RAY.match(text)
     if match is None:
-        inner = _LEVEL_DATE.match(text)
-        stamp = stamp_at(text, inner.end()) if inner is not None else None
-        if stamp is not None:
-            found.time(stamp.stamp)
+        _after_level(text, found)
         return None
     found.node = found.node or match["ip"]
     found.tag += f"p{match['pid']}"
@@ -431,8 +436,8 @@ def _inside(text: str, found: _Found) -> None:
             found.node = found.node or match["host"]
             found.device = int(match["dev"]) if match["dev"][0] != "-" else None
             found.stream = found.stream or "job"
-    if found.stamp is None and (" : " in head or "CANCELLED AT" in head or "time" in head):
-        match = _PHRASE_TIME.search(head)
+    if found.stamp is None and ("time" in head or "CANCELLED AT" in head or "ts=" in head):
+        match = _PHRASE_TIME.search(head) or _KEY_TIME.search(head)
         if match is not None:
             found.stamp = stamp_in(head[match.end() :])
 

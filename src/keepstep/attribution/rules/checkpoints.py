@@ -219,7 +219,8 @@ def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def nothing_done(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A resume after which no step was made although the run says that it ended well."""
     resumes = _of(events, "ckpt.resumed")
-    ends = [*_of(events, "ckpt.clean_end"), *(e for e in _of(events, "ckpt.exit_status") if e.attrs.get("code") == 0)]
+    ends = [*_of(events, "job.train_ended", "job.finished_rank")]
+    ends += (e for e in _of(events, "ckpt.exit_status") if e.attrs.get("code") == 0)
     for stuck in _of(events, "ckpt.zero_progress"):
         at = _bar(stuck)
         if at is not None and at[0] >= at[1] > 0:

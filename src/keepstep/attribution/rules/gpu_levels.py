@@ -41,7 +41,7 @@ def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         found += _odd(group, catalog, "pcie_width", "less", 1.5, "derived.gpu.pcie_odd")
         found += _hot(group, catalog)
         found += _many_corrected(group, catalog)
-    return [*found, *_rising(samples, catalog), *_held_memory(events, catalog)]
+    return [*found, *_rising(samples, catalog), *_held_memory(events, catalog), *_host_memory(events, catalog)]
 
 
 def _when(sample: Event) -> tuple[int, str, int]:
@@ -188,6 +188,23 @@ def _growth(samples: Sequence[Event], name: str) -> dict[str, tuple[float, float
         if first.time_ns is not None and last.time_ns is not None and last.time_ns > first.time_ns:
             elapsed_s = (last.time_ns - first.time_ns) / 1e9
         found[who] = ((_value(last, name) or 0.0) - (_value(first, name) or 0.0), elapsed_s, last)
+    return found
+
+
+def _host_memory(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Corrected errors of one memory module of the machine, whose reports count ever more."""
+    by_place: dict[tuple[str | None, str], list[tuple[float, Event]]] = defaultdict(list)
+    for event in events:
+        count = str(event.attrs.get("count", ""))
+        if event.signature == "edac.corrected" and count.isdigit() and len(count) < 12:
+            by_place[event.node, str(event.attrs.get("location", ""))].append((float(count), event))
+    found = []
+    for reports in by_place.values():
+        first, last = reports[0][0], reports[-1][0]
+        if len(reports) > 1 and last >= MANY_CORRECTED and last > 2 * first:
+            found.append(
+                derive(catalog, "derived.host.memory_rising", reports[-1][1], attrs={"from": first, "to": last})
+            )
     return found
 
 

@@ -29,6 +29,7 @@ from keepstep.attribution.rules.watching import (
     false_alarm,
     missing_dumps,
     monitor_off,
+    old_dumps,
     probe_crashed_it,
 )
 
@@ -54,6 +55,7 @@ JOB_RULES = (
     outgrew_host,
     first_failure,
     missing_dumps,
+    old_dumps,
     context_not_recovered,
     probe_crashed_it,
     monitor_off,

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import SECOND_NS, compare
+from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import (
     PROGRESS,
     Wait,
     begin_of_wait,
     by_rank,
-    concluded,
     known_ranks,
     number,
     of,
@@ -30,10 +30,12 @@ from keepstep.records.event import Event
 CONCLUSION_OF = {
     "job.evaluating": "derived.late_in_evaluation",
     "job.preparing_data": "derived.late_in_data",
+    "job.data_progress": "derived.late_in_data",
     "job.saving": "derived.late_in_checkpoint",
     "job.loading": "derived.late_in_loading",
     "job.compiling": "derived.late_in_compilation",
     "job.finished_rank": "derived.late_finished",
+    "stack.download": "derived.late_in_download",
     PROGRESS: "derived.late_stepping",
 }
 """What a late rank was seen to be busy with, and the conclusion."""
@@ -44,6 +46,7 @@ DOING_TO_ACTIVITY = {
     "data": "job.preparing_data",
     "compiling": "job.compiling",
     "loading": "job.loading",
+    "download": "stack.download",
 }
 """Words of sources/joblog/stacks.py."""
 
@@ -55,6 +58,30 @@ STEPPING_SHARE = 0.25
 
 SLACK_S = 120.0
 """A rank that logs once a minute or two and is busy is still busy."""
+
+
+MOST_CONCLUSIONS = 64
+"""Late ranks that are told of one by one; more of them say the same."""
+MOST_PAIRS = 256
+"""Events of one kind that are held against those of another."""
+
+
+class Hold(NamedTuple):
+    """A wait as a whole: its first and last sighting, when the first rank began to wait (UTC ns), and how many ranks wait."""
+
+    first: Event
+    last: Event
+    begin_ns: int | None
+    ranks: int
+    op: str
+    seq: int | None
+
+
+def hold_of(waiting: Sequence[Wait]) -> Hold:
+    """The wait that these make together; there is at least one."""
+    ordered = sorted((w.event for w in waiting), key=lambda e: (e.time_ns or 0, e.order))
+    count = len({w.rank for w in waiting})
+    return Hold(ordered[0], ordered[-1], begin_of_wait(waiting), count, waiting[0].op or "a collective", waiting[0].seq)
 
 
 class Late(NamedTuple):
@@ -71,15 +98,18 @@ def who_is_late(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     late = late_ranks(events, waiting)
     ranks = by_rank(events)
+    hold = hold_of(waiting)
     found: list[Event] = []
     told = False
     for one in late:
-        conclusion = _conclude(one, ranks.get(one.rank, []), waiting, catalog)
+        conclusion = _conclude(one, ranks.get(one.rank, []), hold, catalog)
         if conclusion is not None:
             found.append(conclusion)
             told = told or conclusion.signature != "derived.absent_rank"
-    if not told:
-        found += _anonymous(events, waiting, late, catalog)
+        if len(found) >= MOST_CONCLUSIONS:
+            break
+    if not told and not any(_failed(e, catalog) for one in late for e in ranks.get(one.rank, [])):
+        found += _anonymous(events, hold, catalog)
     return found
 
 
@@ -109,7 +139,13 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
         # Within another group than the job's these are not ranks of the job.
         if owner is not None and event.rank in (None, number(event.attrs.get("group_rank"))):
             found.add(owner)
-    stuck = {(w.group, w.seq) for w in waiting if w.group is not None and w.seq is not None}
+    counters = of(events, "torch.rank_counters")
+    if any(_pending(e) for e in counters):
+        found |= {e.rank for e in counters if e.rank is not None and not _pending(e)}
+    stuck: dict[str, int] = {}
+    for wait in waiting:
+        if wait.group is not None and wait.seq is not None:
+            stuck[wait.group] = max(wait.seq, stuck.get(wait.group, wait.seq))
     for event in of(events, "torch.dump_received", "torch.watchdog_failure"):
         group = str(event.attrs.get("guid") or event.attrs.get("pg") or "")
         enqueued = number(event.attrs.get("enqueued"))
@@ -117,9 +153,15 @@ def _named(events: Sequence[Event], waiting: Sequence[Wait]) -> set[int]:
         if rank is None or enqueued is None:
             continue
         # It never called the collective that others are stuck in.
-        if any(group == g and seq is not None and enqueued < seq for g, seq in stuck):
+        if enqueued < stuck.get(group, enqueued):
             found.add(rank)
     return found
+
+
+def _pending(event: Event) -> bool:
+    """Whether counters say that a rank has called something that is not complete."""
+    enqueued, completed = number(event.attrs.get("enqueued")), number(event.attrs.get("completed"))
+    return enqueued is not None and completed is not None and enqueued > completed
 
 
 def _holes(waiters: set[int]) -> set[int]:
@@ -132,18 +174,16 @@ def _holes(waiters: set[int]) -> set[int]:
     return {r for r in range(top) if r not in waiters}
 
 
-def _conclude(late: Late, own: Sequence[Event], waiting: Sequence[Wait], catalog: Catalog) -> Event | None:
+def _conclude(late: Late, own: Sequence[Event], hold: Hold, catalog: Catalog) -> Event | None:
     """What the late rank's own output says. None when it failed: then its failure is the cause, and stands by itself."""
     if any(_failed(e, catalog) for e in own):
         return None
-    begin = begin_of_wait(waiting)
-    activity = _activity(own, waiting, begin)
-    count = len({w.rank for w in waiting})
-    attrs = {"about_rank": late.rank, "waiting": count, "op": waiting[0].op or "a collective", "seq": waiting[0].seq}
+    activity = _activity(own, hold)
+    attrs = {"about_rank": late.rank, "waiting": hold.ranks, "op": hold.op, "seq": hold.seq}
     if activity is None:
-        return concluded("derived.absent_rank", catalog, waiting[0].event, attrs, about=late.rank)
+        return derive(catalog, "derived.absent_rank", hold.first, attrs=attrs, rank=late.rank)
     signature, basis = activity
-    return concluded(signature, catalog, basis, attrs | {"doing": basis.evidence.text[:200]}, about=late.rank)
+    return derive(catalog, signature, basis, attrs=attrs | {"doing": basis.evidence.text[:200]}, rank=late.rank)
 
 
 def _failed(event: Event, catalog: Catalog) -> bool:
@@ -156,9 +196,9 @@ def _failed(event: Event, catalog: Catalog) -> bool:
     return event.kind in ("storage.error", "checkpoint.failed", "rank.exception", "rank.exit") and entry.role != "noise"
 
 
-def _activity(own: Sequence[Event], waiting: Sequence[Wait], begin_ns: int | None) -> tuple[str, Event] | None:
+def _activity(own: Sequence[Event], hold: Hold) -> tuple[str, Event] | None:
     """The conclusion and the event it rests on: what the rank was seen at during the wait, else the last thing before it."""
-    last = max(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    begin_ns, last = hold.begin_ns, hold.last
     stacks = [e for e in own if e.signature == "stack.outside"]
     for event in stacks:
         doing = str(event.attrs.get("doing"))
@@ -199,26 +239,20 @@ def _went_on(progress: Event, begin_ns: int | None, last: Event) -> bool:
     return compare(last, end) == "before"
 
 
-def _anonymous(events: Sequence[Event], waiting: Sequence[Wait], late: Sequence[Late], catalog: Catalog) -> list[Event]:
+def _anonymous(events: Sequence[Event], hold: Hold, catalog: Catalog) -> list[Event]:
     """Work that began before the wait and ended after it, in a log without ranks: somebody did it alone."""
-    if any(_failed(e, catalog) for e in events if e.rank is not None and any(e.rank == one.rank for one in late)):
-        return []
-    begin = begin_of_wait(waiting)
-    last = max(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
-    first = min(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
     groups: dict[str, list[Event]] = {}
     for event in events:
         if event.rank is None and event.signature in CONCLUSION_OF and event.signature != PROGRESS:
             groups.setdefault(event.signature, []).append(event)
     for signature, members in sorted(groups.items()):
-        ended = [e for e in members if compare(last, end_of(e)) == "before"]
-        begun = [e for e in members if compare(e, first) == "before"]
-        spans = any(_during(e, begin, last) and (e.last_ns or 0) > (e.time_ns or 0) for e in members)
+        ended = [e for e in members if compare(hold.last, end_of(e)) == "before"]
+        begun = [e for e in members if compare(e, hold.first) == "before"]
+        spans = any(_during(e, hold.begin_ns, hold.last) and (e.last_ns or 0) > (e.time_ns or 0) for e in members)
         if (ended and begun) or spans:
             basis = (begun or members)[-1]
-            attrs = {"waiting": len({w.rank for w in waiting}), "op": waiting[0].op, "seq": waiting[0].seq}
-            attrs |= {"doing": basis.evidence.text[:200]}
-            return [concluded(CONCLUSION_OF[signature], catalog, basis, attrs)]
+            attrs = {"waiting": hold.ranks, "op": hold.op, "seq": hold.seq, "doing": basis.evidence.text[:200]}
+            return [derive(catalog, CONCLUSION_OF[signature], basis, attrs=attrs)]
     return []
 
 
@@ -232,14 +266,14 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         doing = str(event.attrs.get("doing"))
         if event.rank is not None and ranks and event.rank not in ranks:
             continue
-        if doing in ("teardown", "loading"):
+        if doing in ("teardown", "loading", "download"):
             continue
         rank = event.rank if event.rank is not None else next(iter(ranks), None)
         signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")
         attrs = {"about_rank": rank, "waiting": "the", "doing": str(event.attrs.get("frame", ""))}
-        return [concluded(signature, catalog, event, attrs, about=rank)]
+        return [derive(catalog, signature, event, attrs=attrs, rank=rank)]
     for event in of(events, "stack.cuda_runtime"):
-        return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
+        return [derive(catalog, "derived.stuck_in_cuda", event, attrs={"call": event.evidence.text[:120]})]
     return []
 
 
@@ -264,7 +298,7 @@ def steps_apart(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     signature = "derived.epoch_left" if ended else "derived.steps_apart"
     attrs = {"about_rank": high, "behind": low, "step": at[high][0], "behind_step": at[low][0]}
-    return [concluded(signature, catalog, at[low][2], attrs, about=high)]
+    return [derive(catalog, signature, at[low][2], attrs=attrs, rank=high)]
 
 
 _SECTIONS = (
@@ -280,7 +314,7 @@ def section_outlasted(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         for signature, words in _SECTIONS:
             if any(word in name for word in words):
                 attrs = {k: event.attrs.get(k) for k in ("section", "seconds", "limit")}
-                return [concluded(signature, catalog, event, attrs)]
+                return [derive(catalog, signature, event, attrs=attrs)]
     return []
 
 
@@ -288,32 +322,38 @@ OWN_COLLECTIVES = {"job.monitor_collective": "derived.monitor_deadlock", "job.sa
 """What a waiting rank may be in besides the training's own collectives, and the conclusion."""
 
 
+PARTED = ("derived.collective_mismatch", "derived.size_mismatch")
+
+
 def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Ranks that wait in a collective of a monitor or of a save, where nothing that failed kept the others away."""
     waiting = waits(events)
-    if not waiting or any(_failed(e, catalog) for e in events):
+    if not waiting or of(events, *PARTED) or any(_failed(e, catalog) for e in events):
         return []
-    first = min(waiting, key=lambda w: (w.event.time_ns or 0, w.event.order)).event
+    hold = hold_of(waiting)
     waiters = {w.rank for w in waiting}
+    progress = by_rank(of(events, PROGRESS))
     for signature, conclusion in OWN_COLLECTIVES.items():
         for event in of(events, signature):
             if event.rank is not None and event.rank not in waiters:
                 continue
-            later = [e for e in of(events, PROGRESS) if e.rank == event.rank and compare(event, end_of(e)) == "before"]
-            if compare(first, event) != "before" and not later:
-                return [concluded(conclusion, catalog, event, {"waiting": len(waiters)})]
+            own = progress.get(event.rank, []) if event.rank is not None else []
+            went_on = any(compare(event, end_of(e)) == "before" for e in own)
+            if compare(hold.first, event) != "before" and not went_on:
+                return [derive(catalog, conclusion, event, attrs={"waiting": hold.ranks})]
     return []
 
 
 def limit_too_short(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A heartbeat that a monitor missed while the rank was busy with what takes long and beats no heart."""
-    lost = of(events, "nvrx.heartbeat_lost")
-    busy = of(events, "job.compiling", "job.loading", "job.preparing_data", "job.saving", "job.evaluating")
+    lost = of(events, "nvrx.heartbeat_lost")[:MOST_PAIRS]
+    busy = of(events, "job.compiling", "job.loading", "job.preparing_data", "job.saving", "job.evaluating")[:MOST_PAIRS]
+    if not lost or not busy:
+        return []
+    failed = {e.rank for e in events if e.signature != "nvrx.heartbeat_lost" and _failed(e, catalog)}
     for event in lost:
         for act in busy:
-            if act.rank in (event.rank, None) or event.rank is None:
-                if any(_failed(e, catalog) for e in events if e.rank == act.rank and e.signature != event.signature):
-                    continue
+            if (act.rank in (event.rank, None) or event.rank is None) and act.rank not in failed:
                 attrs = {"seconds": event.attrs.get("seconds"), "doing": act.evidence.text[:160]}
-                return [concluded("derived.limit_too_short", catalog, event, attrs)]
+                return [derive(catalog, "derived.limit_too_short", event, attrs=attrs)]
     return []

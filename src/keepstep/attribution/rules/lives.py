@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical, compare
-from keepstep.attribution.rules.jobfacts import PROGRESS, before, concluded, number, of
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import PROGRESS, before, number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -52,22 +53,28 @@ FINGERPRINTED = (
 JOB_TASKS = ("python", "pt_", "torchrun", "ray::", "vllm", "VLLM", "train")
 """How the processes of training jobs are called in the kernel's table."""
 
+MOST_PAIRS = 256
+"""Events of one kind that are held against those of another; a job that was restarted more often says no more."""
+
 LEAST_STALLS = 3
 """Time-outs at one step in so many lives are no chance; two may be one bad link."""
 
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    ends = of(events, "elastic.succeeded", "job.train_ended")
+    ends = of(events, "elastic.succeeded", "job.train_ended", "job.ended_well")
     done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
     if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
     success = min(done, key=canonical)
     late = [e for e in events if _of_teardown(e) and compare(e, success) in ("after", "together")]
-    if not late or any(_really_failed(e, catalog) for e in events if e not in late):
+    excused = {id(e) for e in late}
+    if not late or any(_really_failed(e, catalog) for e in events if id(e) not in excused):
         return []
     return [
-        concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
+        derive(
+            catalog, "derived.teardown_error", min(late, key=canonical), attrs={"after": success.evidence.text[:200]}
+        )
     ]
 
 
@@ -85,7 +92,7 @@ def clean_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     failing = any(catalog[e.signature].severity in ("error", "fatal") for e in events)
     if not done or not closing or failing:
         return []
-    return [concluded("derived.clean_end", catalog, min(done, key=canonical), {})]
+    return [derive(catalog, "derived.clean_end", min(done, key=canonical))]
 
 
 def _really_failed(event: Event, catalog: Catalog) -> bool:
@@ -103,26 +110,26 @@ def standby_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     for stumble in sorted(stumbles, key=canonical):
         if any(compare(g, stumble) != "after" for g in graceful):
-            return [concluded("derived.standby_exit", catalog, stumble, {})]
+            return [derive(catalog, "derived.standby_exit", stumble)]
     return []
 
 
 def seat_taken(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A node that worked and came back to find its place given to a spare: an assignment, no fault of the node."""
-    promoted = of(events, "launcher.spare_promoted")
-    for standby in of(events, "launcher.standby"):
+    promoted = of(events, "launcher.spare_promoted")[:MOST_PAIRS]
+    excluded = {str(e.attrs.get("member", "")) for e in of(events, "launcher.node_excluded")}
+    for standby in of(events, "launcher.standby")[:MOST_PAIRS]:
         member = str(standby.attrs.get("member", ""))
-        excluded = {str(e.attrs.get("member", "")) for e in of(events, "launcher.node_excluded")}
         if member in excluded or "spare" in member:
             continue
         if member and any(compare(p, standby) != "after" for p in promoted):
-            return [concluded("derived.seat_taken", catalog, standby, {"member": member})]
+            return [derive(catalog, "derived.seat_taken", standby, attrs={"member": member})]
     return []
 
 
 def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """The same failure of the program in two lives with a restart between them: it will come again."""
-    restarts = sorted(of(events, *RESTARTS), key=canonical)
+    restarts = sorted(of(events, *RESTARTS), key=canonical)[:MOST_PAIRS]
     by_print: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
     for event in of(events, *FINGERPRINTED):
         frame = str(event.attrs.get("user_frame") or event.attrs.get("frame") or "")
@@ -133,7 +140,7 @@ def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             continue  # what a process keeps says nothing of the program
         lives = _lives(sorted(members, key=canonical), restarts)
         if lives >= 2:
-            return [concluded("derived.same_failure_again", catalog, members[0], {"lives": lives})]
+            return [derive(catalog, "derived.same_failure_again", members[0], attrs={"lives": lives})]
     return _same_outcomes(events, catalog) or _same_step(events, restarts, catalog)
 
 
@@ -150,7 +157,8 @@ def _lives(members: Sequence[Event], restarts: Sequence[Event]) -> int:
     lives = 1
     anchor = members[0]
     # A burst is one event from its first sighting to its last.
-    sightings = sorted((s for e in members for s in ((e, end_of(e)) if e.count > 1 else (e,))), key=canonical)
+    few = [*members[:MOST_PAIRS], *members[-1:]]
+    sightings = sorted((s for e in few for s in ((e, end_of(e)) if e.count > 1 else (e,))), key=canonical)
     for event in sightings[1:]:
         if any(before(anchor, r) and before(r, event) for r in restarts):
             lives += 1
@@ -166,14 +174,14 @@ def _same_outcomes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             by_outcome[str(event.attrs["type"]), str(event.attrs.get("message", ""))[:80]].append(event)
     for members in by_outcome.values():
         if len({e.cycle for e in members}) >= LEAST_STALLS:
-            return [concluded("derived.cycles_end_alike", catalog, members[0], {"lives": len(members)})]
+            return [derive(catalog, "derived.cycles_end_alike", members[0], attrs={"lives": len(members)})]
     return []
 
 
 def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Time-outs of several lives after the same last step."""
-    stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)
-    progress = sorted(of(events, PROGRESS), key=canonical)
+    stalls = sorted((e for e in events if e.kind in ("collective.timeout", "rank.stall")), key=canonical)[:MOST_PAIRS]
+    progress = sorted(of(events, PROGRESS), key=canonical)[:MOST_PAIRS]
     if not stalls or not progress:
         return []
     last_steps = [step for life in _by_document(stalls, progress) for step in life]
@@ -186,8 +194,11 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
             last_steps += _last_step(inside, made)
     if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
         return [
-            concluded(
-                "derived.stalls_at_one_step", catalog, stalls[0], {"step": last_steps[0], "lives": len(last_steps)}
+            derive(
+                catalog,
+                "derived.stalls_at_one_step",
+                stalls[0],
+                attrs={"step": last_steps[0], "lives": len(last_steps)},
             )
         ]
     return []
@@ -222,7 +233,7 @@ def no_restart_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     lost = [e for e in events if e.signature in ("exit.sigterm", "exit.stopped_from_outside") or _is_143(e)]
     if not asked or not lost:
         return []
-    return [concluded("derived.no_restart_lost", catalog, asked[0], {"arrived": lost[0].evidence.text[:120]})]
+    return [derive(catalog, "derived.no_restart_lost", asked[0], attrs={"arrived": lost[0].evidence.text[:120]})]
 
 
 def _is_143(event: Event) -> bool:
@@ -232,11 +243,11 @@ def _is_143(event: Event) -> bool:
 
 def stale_store(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """After a restart ranks cannot connect to each other: they read addresses of the life before from a store that was kept."""
-    restarts = of(events, *RESTARTS)
-    for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical):
+    restarts = of(events, *RESTARTS)[:MOST_PAIRS]
+    for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical)[:MOST_PAIRS]:
         ends = (event, end_of(event))
         if any(before(r, e) for r in restarts if r.signature == "elastic.restarting" for e in ends):
-            return [concluded("derived.stale_store", catalog, event, {})]
+            return [derive(catalog, "derived.stale_store", event)]
     return []
 
 
@@ -247,7 +258,7 @@ def outgrew_host(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     pids = {str(e.attrs.get("pid")) for e in reported}
     for kill in kills:
         if str(kill.attrs.get("pid")) in pids or (str(kill.attrs.get("task", "")).startswith(JOB_TASKS) and reported):
-            return [concluded("derived.outgrew_host", catalog, kill, {"task": kill.attrs.get("task")})]
+            return [derive(catalog, "derived.outgrew_host", kill, attrs={"task": kill.attrs.get("task")})]
     return []
 
 
@@ -258,4 +269,4 @@ def first_failure(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     first = min(failed, key=lambda e: (e.time_ns or 0, not e.attrs.get("root"), e.order))
     attrs = {"how": first.attrs.get("how"), "failed": len(failed), "host": first.node or "its host"}
-    return [concluded("derived.first_failure", catalog, first, attrs)]
+    return [derive(catalog, "derived.first_failure", first, attrs=attrs)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ WAIT_RATIO = 2.0
 DRIFT_RATIO = 1.3
 """All slower than they were by this: something that they share."""
 
+_LOCAL = re.compile(r"h2d|d2h|pcie|memcpy|hbm|dram|host.?to|device.?to", re.IGNORECASE)
+"""Bandwidths inside one machine."""
 _WORSE: Mapping[str, Sense] = {
     "compute": "more",
     "host": "more",
@@ -58,7 +61,7 @@ def stragglers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in events:
         if event.signature == "straggler.slowest":
             found += _of_slowest(event, catalog)
-    found = _one_each(found)
+    found = _one_each(_agreed(found, catalog))
     if any(e.signature == "derived.straggler.rotating" for e in found):
         # Where the slowest one changes, whoever it was in one sample is no finding.
         found = [e for e in found if e.signature not in _PLACED]
@@ -68,6 +71,17 @@ def stragglers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 _PLACED = frozenset(
     {"derived.straggler.constant", "derived.straggler.once", "derived.straggler.waits_least", "derived.straggler.host"}
 )
+
+
+def _agreed(found: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """What several series say of one place is more than a single sample: it is taken for lasting."""
+    places = Counter((e.node, e.rank, e.gpu) for e in found if e.signature == "derived.straggler.once")
+    return [
+        derive(catalog, "derived.straggler.constant", e, attrs=e.attrs)
+        if e.signature == "derived.straggler.once" and places[e.node, e.rank, e.gpu] > 1
+        else e
+        for e in found
+    ]
 
 
 def _one_each(found: Sequence[Event]) -> list[Event]:
@@ -99,7 +113,7 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     for one in bad[:8]:
         points = len(measured[one.name])
         lasting = constant == one.name or points >= LEAST_POINTS or (points > 1 and one.ratio >= CLEAR_RATIO)
-        signature = _signature(kind, lasting, str(event.attrs.get("by")))
+        signature = _signature(kind, lasting, str(event.attrs.get("by")), str(event.attrs.get("metric")))
         attrs = {
             "metric": event.attrs.get("metric"),
             "value": one.value,
@@ -127,13 +141,14 @@ def _bad(kind: str, medians: Mapping[str, float]) -> list[Standing]:
     return outliers(medians, _WORSE[kind], ratio)
 
 
-def _signature(kind: str, lasting: bool, by: str) -> str:
+def _signature(kind: str, lasting: bool, by: str, metric: str) -> str:
     if kind == "wait":
         return "derived.straggler.waits_least"
     if kind == "host":
         return "derived.straggler.host"
     if kind == "bandwidth":
-        return "derived.gpu.bandwidth_low" if by in ("gpu", "rank") else "derived.node.bandwidth_low"
+        inside = by in ("gpu", "rank") or _LOCAL.search(metric) is not None
+        return "derived.gpu.bandwidth_low" if inside else "derived.node.bandwidth_low"
     return "derived.straggler.constant" if lasting else "derived.straggler.once"
 
 
@@ -162,23 +177,25 @@ def _placed(catalog: Catalog, signature: str, event: Event, name: str, attrs: Ma
 
 def _drift(event: Event, kind: str, measured: Mapping[str, Sequence[float]], catalog: Catalog) -> list[Event]:
     """All became slower together, from the first half of the points to the second."""
-    if kind not in ("step", "compute", "throughput") or len(measured) < LEAST_PEERS:
+    if kind not in ("step", "compute", "throughput", "host") or len(measured) < LEAST_PEERS:
         return []
+    # Few points need a clearer change than many.
+    least = CLEAR_RATIO if min(len(points) for points in measured.values()) < 4 else DRIFT_RATIO
     ratios = []
     for points in measured.values():
         half = len(points) // 2
-        if half < 2:
+        if half < 1:
             return []
         before, after = statistics.median(points[:half]), statistics.median(points[-half:])
         if before <= 0 or after <= 0:
             return []
         ratios.append(before / after if _WORSE[kind] == "less" else after / before)
-    if min(ratios) < DRIFT_RATIO:
+    if min(ratios) < least:
         return []
     return [
         derive(
             catalog,
-            "derived.straggler.all_slow",
+            "derived.straggler.all_data_slow" if kind == "host" else "derived.straggler.all_slow",
             event,
             attrs={"ratio": round(statistics.median(ratios), 2)},
             placed=False,

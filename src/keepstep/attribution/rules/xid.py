@@ -57,7 +57,7 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What the Xids of an incident say together."""
     found = read(events)
     if not found:
-        return []
+        return old_gauges(events, catalog)
     named = _named_causes(found, catalog)
     return [
         *named,
@@ -71,6 +71,13 @@ def xids(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         *_reset_due(found, events, catalog),
         *_driver_wants(found, catalog),
     ]
+
+
+def old_gauges(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Gauges of a last Xid beside a diagnostic that passed, where no Xid itself is in the text: they kept an old value."""
+    if any(e.kind == "gpu.xid" for e in events) or not any(e.signature == "dcgm.diag_passed" for e in events):
+        return []
+    return [derive(catalog, "derived.xid.old_gauge", e) for e in events if e.signature == "gpu.xid_gauge"][:1]
 
 
 def _named_causes(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
@@ -185,19 +192,32 @@ def _applications(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     others = [x for x in found if x.code not in APPLICATION and x.code != 45 and not _wants_nothing(x)]
     for code in sorted({x.code for x in own} - TEARDOWN):
         gpus = by_gpu(x for x in own if x.code == code)
-        if len(gpus) > 1:
+        count = distinct_gpus(x.event for x in own if x.code == code)
+        if count > 1:
             first = next(iter(gpus.values()))[0].event
-            attrs = {"xid": str(code), "gpus": len(gpus)}
+            attrs = {"xid": str(code), "gpus": count}
             concluded.append(derive(catalog, "derived.xid.workload", first, attrs=attrs, placed=False))
             continue
-        members = next(iter(gpus.values()))
-        if not others and suspicious(code, members) and {x.gpu for x in own} == {members[0].gpu}:
+        members = max(gpus.values(), key=len)
+        if not others and suspicious(code, members) and distinct_gpus(x.event for x in own) <= 1:
             attrs = {"xid": str(code), "programs": len(programs(members))}
             event = derive(
                 catalog, "derived.xid.suspect", members[0].event, attrs=attrs, explains=[f"xid.{code}", "xid.43"]
             )
             concluded.append(event)
     return concluded
+
+
+def distinct_gpus(events: Iterable[Event]) -> int:
+    """How many GPUs events are of, for certain: a PCI address and an index may be two names of one."""
+    names: dict[str, set[object]] = {"pci": set(), "uuid": set(), "index": set()}
+    for event in events:
+        if event.gpu is not None:
+            for kind, known in names.items():
+                value = getattr(event.gpu, kind)
+                if value is not None:
+                    known.add(value)
+    return max(len(found) for found in names.values())
 
 
 def suspicious(code: int, members: Sequence[Xid]) -> bool:

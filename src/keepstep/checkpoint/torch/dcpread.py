@@ -23,7 +23,6 @@ import msgspec
 from keepstep.checkpoint.format.boxes import Box
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
 from keepstep.checkpoint.format.layout import is_plain_file_name
-from keepstep.records.pickles import Global, Record, parse_pickle
 from keepstep.checkpoint.format.runs import runs, tiling_problem
 from keepstep.checkpoint.storage.writer import storage_error
 from keepstep.checkpoint.torch.nest import Keys
@@ -37,6 +36,7 @@ from keepstep.checkpoint.torch.saved import (
     row_major,
 )
 from keepstep.records.errors import ConfigError, VerificationError
+from keepstep.records.pickles import Global, Record, parse_pickle
 
 _DCP = "torch.distributed.checkpoint"
 _META = f"{_DCP}.metadata"

@@ -17,8 +17,8 @@ from collections import Counter, OrderedDict
 from typing import Any, Literal, NamedTuple
 
 from keepstep.checkpoint.format.dtypes import ITEM_BYTES
-from keepstep.records.pickles import Global, Persistent, Record, parse_pickle
 from keepstep.records.errors import ConfigError, StorageError, VerificationError
+from keepstep.records.pickles import Global, Persistent, Record, parse_pickle
 
 DTYPES: dict[str, str] = {
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import msgspec
@@ -30,6 +31,10 @@ _OUTCOME = re.compile(r"(?P<type>(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception))\b(
 _STEP = re.compile(r"(?i)\b(?:step|iter(?:ation)?)s?[ =:]+(?P<step>\d{1,12})\b")
 _DUMP = re.compile(
     r"(?:nccl_trace_rank_|comm_lib_trace_rank_|(?:^|[/\s])(?:fr_)?(?:trace|dump)_(?:rank_?)?)(?P<rank>\d{1,7})(?:\.\w+)?(?=\s|$)"
+)
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_LISTED_DAY = re.compile(
+    rf"\b(?:20\d\d-(?P<month>\d\d)-(?P<day>\d\d)|(?P<name>{'|'.join(_MONTHS)}) +(?P<of_month>\d{{1,2}})) +(?:\d\d:\d\d|20\d\d)"
 )
 _LISTED = re.compile(r"^(?:ls|find|tree|du)\b|(?i:dump|trace)")
 
@@ -68,6 +73,7 @@ def read_dump_listing(document: Document, catalog: Catalog) -> Iterator[Event]:
     if not _LISTED.search(document.title) and not any("trace_rank_" in line.text for line in document.lines[:200]):
         return
     ranks: set[int] = set()
+    days: list[int] = []
     first = None
     for line in document.lines:
         if "rank" not in line.text and "trace" not in line.text and "dump" not in line.text:
@@ -76,14 +82,32 @@ def read_dump_listing(document: Document, catalog: Catalog) -> Iterator[Event]:
         if found and first is None:
             first = line
         ranks.update(found)
+        day = _day_of_year(line.text) if found else None
+        if day is not None:
+            days.append(day)
         if len(ranks) > MAX_RANKS:
             break
     if first is None or not ranks or not _is_listing(document):
         return
     highest = max(ranks)
     missing = [r for r in range(min(highest, 100_000) + 1) if r not in ranks]
-    attrs = {"ranks": sorted(ranks)[:5000], "missing": missing[:5000]}
+    # Files are of different years only around New Year; then nothing is said of their age.
+    newest = max(days) if days and max(days) - min(days) < 180 else None
+    attrs = {"ranks": sorted(ranks)[:5000], "missing": missing[:5000], "newest_day": newest}
     yield event_at("evidence.dumps_listed", first, document, catalog, attrs)
+
+
+def _day_of_year(text: str) -> int | None:
+    """The day of a listed file: `Feb 11 04:00`, `2031-02-11 04:00`. Without a year, so that the forms are alike."""
+    match = _LISTED_DAY.search(text[:300])
+    if match is None:
+        return None
+    month = int(match["month"]) if match["month"] else _MONTHS.index(match["name"]) + 1
+    day = int(match["day"] or match["of_month"])
+    try:
+        return date(2000, month, day).timetuple().tm_yday
+    except ValueError:
+        return None
 
 
 def _is_listing(document: Document) -> bool:

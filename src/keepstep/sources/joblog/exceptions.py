@@ -36,7 +36,7 @@ _GROUP = re.compile(r"^(?P<bars>(?:\s*[|+](?: |$|-+ ?\d* ?-*))+)")
 _CAUSE = re.compile(r"The above exception was the direct cause of the following exception:")
 _DURING = re.compile(r"During handling of the above exception, another exception occurred:")
 _BARE = re.compile(
-    r"^(?:[\w.-]{1,63}: |.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |"
+    r"^(?:[\w.-]{1,63}: |[Rr]ank[ =_]?\d{1,7}:? |.{0,120}?(?:\b(?:ERROR|CRITICAL|FATAL|WARN(?:ING)?|Exception|Error)\b[\]:]? |"
     r"-> ?|\| |, failed: |\[\w+\] ))?"
     r"(?P<type>(?:[a-z_][\w]*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|NotFound|Timeout)): (?P<message>\S.*)$"
 )
@@ -69,8 +69,9 @@ def read_exceptions(document: Document, catalog: Catalog) -> Iterator[Event]:
 class _Reading:
     """The traceback that one writer is in the middle of."""
 
-    def __init__(self, begun: Line, indent: int, rich: bool) -> None:
+    def __init__(self, begun: Line, indent: int, rich: bool, head: str) -> None:
         self.begun = begun
+        self.head = head
         self.indent = indent
         self.rich = rich
         self.closed = False
@@ -123,7 +124,10 @@ def _take(writer: _Writer, line: Line) -> Iterator[tuple[list[Raised], bool]]:
             yield from _flush(writer)
         inner = _GROUP.match(text)
         indent = len(start["head"]) if not start["head"].strip() and inner is None else 0
-        writer.now = _Reading(line, indent, bool(start["rich"]) or start["head"].rstrip().endswith("─"))
+        rich = bool(start["rich"]) or start["head"].rstrip().endswith("─")
+        # A logger that puts its header before every line of a traceback.
+        head = "" if rich or inner is not None or not start["head"].strip() else start["head"]
+        writer.now = _Reading(line, indent, rich, head)
         return
     now = writer.now
     if now is None:
@@ -137,7 +141,7 @@ def _take(writer: _Writer, line: Line) -> Iterator[tuple[list[Raised], bool]]:
 
 
 def _inside(writer: _Writer, now: _Reading, line: Line) -> Iterator[tuple[list[Raised], bool]]:
-    text = _without_bars(line.text)
+    text = _without_bars(line.text.removeprefix(now.head))
     if now.frame(text):
         return
     if now.rich:

@@ -37,7 +37,5 @@ def scrape(url: str, timeout_s: float = TIMEOUT_S) -> str:
 def metric_events(url: str, catalog: Catalog, timeout_s: float = TIMEOUT_S) -> list[Event]:
     """Levels of the GPUs that an exporter reports. Raises ScrapeError."""
     return [
-        event
-        for document in split(url, scrape(url, timeout_s))
-        for event in prometheus.parse(document, catalog) or []
+        event for document in split(url, scrape(url, timeout_s)) for event in prometheus.parse(document, catalog) or []
     ]

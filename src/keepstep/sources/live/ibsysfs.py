@@ -90,7 +90,9 @@ def _value(file: Path, strict: bool = False) -> str | None:
 
 
 def _natural(path: Path) -> list[int | str]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", f"{path.parent.parent.name}/{path.name}")]
+    return [
+        int(part) if part.isdigit() else part for part in re.split(r"(\d+)", f"{path.parent.parent.name}/{path.name}")
+    ]
 
 
 def events_of(

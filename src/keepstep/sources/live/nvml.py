@@ -20,7 +20,7 @@ from keepstep.sources.snapshots.gpu_health import gpu_events, process_event
 from keepstep.sources.snapshots.samples import Building, GpuSample
 
 DEADLINE_S = 20.0
-"""For all GPUs together. A healthy driver needs milliseconds each; without persistence mode the first call wakes them one by one."""
+"""For all GPUs together. A healthy driver needs milliseconds each; without persistence mode the first call wakes them up."""
 GPUS_LIMIT = 64
 MIB = 1 << 20
 

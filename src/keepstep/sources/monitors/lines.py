@@ -1,4 +1,7 @@
-"""Events of one document from what monitors wrote into it. Lines that hold a latched state are claimed: what they quote is old news."""
+"""Events of one document from what monitors wrote into it.
+
+Lines that hold a latched state are claimed: what they quote is old news.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,29 @@ LEAST_ATTEMPTS = 3
 """The same repair of the same machine this often, with nothing changed between, is a loop."""
 
 _FAILING = re.compile(
-    r"(?i)(?:nodes?|hosts?|machines?) (?:that )?(?:are )?(?:fail(?:ing|ed|s)?|unhealthy|not ok)\s*[:=]?\s*(?P<failed>\d{1,6})\s*"
+    r"(?i)(?:nodes?|hosts?|machines?) (?:that )?(?:are )?(?:fail(?:ing|ed|s)?|unhealthy|not ok)\s*[:=]?\s*"
+    r"(?P<failed>\d{1,6})\s*"
     r"(?:/|of|out of)\s*(?P<total>\d{1,6})"
 )
 _FAILING_AFTER = re.compile(
-    r"(?i)\b(?P<failed>\d{1,6})\s*(?:/|of|out of)\s*(?P<total>\d{1,6})\s+(?:nodes?|hosts?|machines?)\s+(?:are\s+)?(?:fail|unhealthy)"
+    r"(?i)\b(?P<failed>\d{1,6})\s*(?:/|of|out of)\s*(?P<total>\d{1,6})\s+(?:nodes?|hosts?|machines?)\s+"
+    r"(?:are\s+)?(?:fail|unhealthy)"
 )
 _CHECK = re.compile(r"\b(?P<check>check_\w{2,60}|[\w-]{2,40}[_-](?:check|test))\b")
 _ORIGIN = re.compile(
-    r"(?i)(?:generated_?timestamp|event ?time|event_?timestamp|happened at|occurred at|generated at|created at)[\"']?\s*[=:]?\s*[\"']?"
+    r"(?i)(?:generated_?timestamp|event ?time|event_?timestamp|happened at|occurred at|generated at|created at)"
+    r"[\"']?\s*[=:]?\s*[\"']?"
     r"(?P<at>\d{4}-\d\d-\d\d[T ][0-9:.]+(?:Z|[+-]\d\d:?\d\d)?)"
 )
 _REPAIR = re.compile(
-    r"(?i)\b(?P<what>(?:gpu )?reset|reboot|power[- ]cycle|remediat\w+|drain|cordon|restart)\b.{0,120}?\battempt[=: #]+(?P<n>\d{1,6})"
+    r"(?i)\b(?P<what>(?:gpu )?reset|reboot|power[- ]cycle|remediat\w+|drain|cordon|restart)\b.{0,120}?"
+    r"\battempt[=: #]+(?P<n>\d{1,6})"
 )
 _CODE = re.compile(r"(?i)\bs?xid\b\W{0,3}(?:error)?\W{0,3}\d|NVRM: Xid")
 _MACHINE = re.compile(r"\b(?:node|host)[ /=:]+(?P<node>[a-z0-9][\w.-]*)")
 _RATE = re.compile(
-    r"(?i)(?P<what>ECC_SBE|ECC_DBE|\bSBE\b|\bDBE\b|correctable|uncorrectable)\w*(?P<between>.{0,80}?)\brate[ =:]+(?P<rate>[0-9.]+)\s*/\s*s"
+    r"(?i)(?P<what>ECC_SBE|ECC_DBE|\bSBE\b|\bDBE\b|correctable|uncorrectable)\w*(?P<between>.{0,80}?)"
+    r"\brate[ =:]+(?P<rate>[0-9.]+)\s*/\s*s"
 )
 _GPU = re.compile(r"(?i)\bgpu[ _=:\"]*(?P<gpu>\d{1,2})\b")
 

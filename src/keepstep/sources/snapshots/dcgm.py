@@ -30,7 +30,7 @@ _SETUP = frozenset({
 """Tests of how the machine is set up, not of its hardware."""
 _VERDICT = re.compile(r"(?P<verdict>Pass|Fail|Warn(?:ing)?|Skip|Healthy|Failure)\b(?P<rest>.*)\Z")
 _GPUS = re.compile(r"GPUs?:?\s*(?P<ids>\d{1,3}(?:\s*,\s*\d{1,3})*)")
-_LINE = re.compile(r"dcgmi diag\b[^:|]*[:=]\s*(?P<verdict>Pass|PASS|pass|Fail|FAIL|fail)\w*")
+_LINE = re.compile(r"dcgmi diag\b[^:|,;]{0,30}?(?:[:=]\s*|\s)(?P<verdict>Pass|PASS|pass|Fail|FAIL|fail)\w*")
 _SYSTEM = re.compile(r"(?:PCIe|NVLink|Memory|SM|InfoROM|Thermal|Power|Driver|NVSwitch|MCU|PMU|CPUSet)\b", re.IGNORECASE)
 _WATCH = re.compile(r"(?P<system>[A-Z][\w /]+?): (?P<verdict>Warning|Failure)\b(?: - (?P<what>.*))?")
 

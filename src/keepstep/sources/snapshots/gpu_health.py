@@ -133,6 +133,7 @@ CHECKS: tuple[Check, ...] = (
     Check("gpu.fabric_degraded", "fabric_bandwidth", _fabric_degraded),
     Check("gpu.pcie_degraded", "pcie_gen", _slow_link),
     Check("gpu.pcie_idle", "pcie_gen", _idle_link),
+    Check("gpu.idle", "reason_idle", _flag("reason_idle")),
     Check("gpu.pcie_unclear", "pcie_gen", _unclear_link),
     Check("gpu.hw_thermal", "reason_hw_thermal", _flag("reason_hw_thermal")),
     Check("gpu.power_brake", "reason_hw_power_brake", _flag("reason_hw_power_brake")),

@@ -27,6 +27,8 @@ _HOST = _words("""
     host cpu data dataload loader dataloader loading prep preprocess input h2d io read python gc launch fetch tokenize
     decode
 """)
+_SUPPLY = _words("data input loader dataloader io fetch storage disk")
+"""Waiting for these is slow host work, not waiting for the other ranks."""
 _STEP = _words("step iter iteration total epoch batch train e2e")
 _COMPUTE = _words("""
     compute fwd forward bwd backward gemm matmul kernel optimizer opt gpu attn mlp loss model busy rtt
@@ -100,9 +102,9 @@ def metric_kind(name: str, unit: str = "") -> MetricKind | None:
     timed = unit in TIME_UNITS or bool(words & (TIME_UNITS.keys() | _TIMED))
     if not timed:
         return None
-    if words & _WAIT:
+    if words & _WAIT and not words & _SUPPLY:
         return "wait"
-    if words & _HOST:
+    if words & (_HOST | _SUPPLY):
         return "host"
     if words & _COMPUTE:
         return "compute"

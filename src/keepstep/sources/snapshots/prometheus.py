@@ -24,7 +24,8 @@ from keepstep.sources.snapshots.totals import Total, total_events
 WORDS = ("DCGM_FI_", "node_infiniband_", "node_network_carrier", "node_ethtool_")
 
 _SERIES = re.compile(
-    r"\s*(?:rate\(|increase\()?(?P<name>[A-Za-z_:][\w:]*)\{(?P<labels>[^}]*)\}(?P<over>\[[^\]]*\]\))?\s*[=:]?>?\s*"
+    r"\s*(?:[\w.-]{1,60}: +)?(?:rate\(|increase\()?(?P<name>[A-Za-z_:][\w:]*)"
+    r"\{(?P<labels>[^}]*)\}(?P<over>\[[^\]]*\]\))?\s*[=:]?>?\s*"
     r"(?P<value>[-+]?(?:\d[\d.]*(?:[eE][-+]?\d{1,3})?|NaN))(?:\s+@?\[?(?P<time>\d{9,13}(?:\.\d+)?)\]?)?"
 )
 _LABEL = re.compile(r'(?P<key>\w+)\s*=\s*"(?P<value>[^"]*)"')

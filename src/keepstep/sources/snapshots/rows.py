@@ -51,16 +51,20 @@ _NAMED = re.compile(
     r"\b(?P<key>[Rr]ank|GPU|gpu|[Nn]ode|[Hh]ost|[Ww]orker)[ #-]{0,2}(?P<id>\d{1,7}|[a-z][\w.-]*\d)\b(?![.\d]*\s?(?:ms|GB/s|%))"
 )
 _LOOSE = re.compile(
-    r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |of |at |took )?"
+    r"(?<![\w-])(?P<key>[A-Za-z_][\w-]*+(?: time| clock| bandwidth)?)\s+(?:is |was |of |at |took )?"
     rf"(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])"
 )
-_ALONE = re.compile(rf"[:=]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
+_ALONE = re.compile(rf"[:=\s]\s*(?P<value>\d[\d.]*)\s?(?P<unit>{_UNITS})(?![\w/])")
 _OTHERS = re.compile(
     r"\b(?:others?|peers|rest|median|elsewhere|all other \w+)\b\W{0,3}(?:ranks?|gpus?|nodes?)?\W{0,3}"
     r"(?:at|is|are|run at|=|:|~|about)?\s*~?(?P<value>\d[\d.]*)",
     re.IGNORECASE,
 )
 _COMPACT = re.compile(r"(?<!\S)(?P<id>\d{1,6}):(?P<values>\d[\d.]*(?:/\d[\d.]*)*)(?!\S)")
+_DIRECT = re.compile(r"[A-Za-z]+[ #=:_-]{0,3}[\w.-]+[\s:=,-]*")
+"""An entity with nothing but punctuation behind it."""
+_CLOCK = re.compile(r"[012]?\d:[0-5]\d")
+"""A time of day, which looks like an entity with its value."""
 _HEADING = re.compile(r"\s*(?P<name>[A-Za-z][\w /-]{1,40}?)(?:\s*\((?P<unit>\w+)\))?:\s*\Z")
 
 
@@ -131,7 +135,7 @@ def _rows(line: Line, text: str, headers: list[_Header], heading: Value) -> Iter
     if text.startswith("{"):
         yield from _json_rows(line, text)
         return
-    compact = list(_COMPACT.finditer(text))
+    compact = [m for m in _COMPACT.finditer(text) if not _CLOCK.fullmatch(m.group())]
     if len(compact) > 1:
         yield from _compact_rows(line, text, compact)
         return
@@ -284,8 +288,10 @@ def _keyed_rows(line: Line, text: str, heading: Value) -> Iterator[Row]:
             for m in _LOOSE.finditer(text)
             if is_speed(m["key"], m["unit"])
         ]
-    alone = _ALONE.search(text, marks[0][0]) if not values and len(marks) == 1 else None
-    if alone is not None and metric_kind(heading.name, alone["unit"]) is not None:
+    kinds = {kind for _, kind, _ in marks}
+    alone = _ALONE.search(text, marks[-1][0]) if not values and marks and len(kinds) == len(marks) else None
+    direct = alone is not None and _DIRECT.fullmatch(text, marks[-1][0], alone.start("value")) is not None
+    if alone is not None and direct and metric_kind(heading.name, alone["unit"]) is not None:
         values = [(alone.start(), Value(heading.name, alone["unit"], alone["value"]))]
     if not values:
         return

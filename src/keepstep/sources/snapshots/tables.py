@@ -52,11 +52,27 @@ _SAID = re.compile(
     r"\b(?P<what>(?:hw|sw)[ _-]?(?:thermal|power[ _-]?brake|slowdown)(?:[ _-]?slowdown)?)\s*(?::|=|is)?\s*(?:active|engaged)\b",
     re.IGNORECASE,
 )
+_SAID_LIMIT = re.compile(
+    r"power (?:limit|cap)\D{0,20}(?P<limit>\d{2,4}) ?W\b\W{0,4}(?:default|of|tdp|instead of|max(?:imum)?|normal(?:ly)?)"
+    r"\D{0,12}(?P<usual>\d{2,4}) ?W\b",
+    re.IGNORECASE,
+)
+_SAID_SLOWER = re.compile(
+    r"\b(?:step|iter(?:ation)?)[ _]?time\D{0,16}(?P<was>\d[\d.]*) ?(?P<unit>ms|s)? ?(?:->|=>|→|to) ?(?P<now>\d[\d.]*) ?(?P=unit)?",
+    re.IGNORECASE,
+)
+_ALL = re.compile(r"\b(?:all|every) (?:the )?(?:\d+ )?(?:ranks?|nodes?|gpus?|hosts?|workers?)\b", re.IGNORECASE)
+LEAST_SLOWER = 1.1
 _LISTED = re.compile(r"\s*[HS]W [A-Za-z ]+?\s*:\s*(?:Not )?Active\s*\Z")
 """A line of the tool's own listing, which has its reader."""
-_MEGATRON = re.compile(
-    r"(?P<side>Mn|Mx)(?P<what>Rtt|ETpt|Clk|Tmp|Pwr|Utl)/Rnk:\s*(?P<value>[\d.]+)\s*(?P<unit>[A-Za-z%]*)\s*/\s*(?P<rank>\d{1,7})"
+_EXTREMES = re.compile(
+    r"(?P<side>Mn|Mx|Min|Max)(?P<what>Rtt|ETpt|RoundTripTime|Throughput)/(?:Rnk|Rank):"
+    r"\s*(?P<value>[\d.]+)\s*[A-Za-z%/]*?\s*/\s*(?P<rank>\d{1,7})"
 )
+"""Megatron-LM's and Composer's reports: the least and greatest value with its rank."""
+_EXTREME_KINDS = {"Rtt": "time", "RoundTripTime": "time", "ETpt": "speed", "Throughput": "speed"}
+LEAST_SPREAD = 0.05
+"""Between fastest and slowest, from which on it is worth saying who is slowest."""
 _NAN_SCORES = re.compile(r"(?:perf|score|straggler)[\w/ ]{0,40}['\"]?\s*[:=]\s*nan\b", re.IGNORECASE)
 
 
@@ -68,11 +84,19 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
         return None
     rows = list(read(document))
     # What nvidia-smi wrote itself has its own reader.
-    samples = [] if smi_csv.read(document) else _gpu_samples(rows) + _said(document, rows)
+    samples = (
+        []
+        if smi_csv.read(document)
+        else [
+            *_gpu_samples(rows),
+            *_said(document, rows),
+            *_said_limits(document),
+        ]
+    )
     events = gpu_events(samples, document, catalog)
     events += total_events(_totals(rows), document, catalog)
     events += _series(rows, document, catalog)
-    events += _slowest(rows, document, catalog)
+    events += _slowest(rows, document, catalog) + _said_slower(document, catalog)
     return events[:EVENTS_LIMIT] or None
 
 
@@ -117,6 +141,31 @@ def _said(document: Document, rows: Iterable[Row]) -> list[GpuSample]:
         if sample is not None:
             samples.append(sample)
     return samples
+
+
+def _said_limits(document: Document) -> list[GpuSample]:
+    """A power limit and its default in a sentence: "power limit 400 W (default 700 W)"."""
+    samples = []
+    for line in document.lines:
+        match = _SAID_LIMIT.search(line.text[:LINE_LIMIT])
+        if match is not None:
+            building = Building()
+            building.set(BY_NAME["power_limit"], match["limit"], line)
+            building.set(BY_NAME["power_default"], match["usual"], line)
+            samples += [s for s in [building.finish()] if s is not None]
+    return samples
+
+
+def _said_slower(document: Document, catalog: Catalog) -> list[Event]:
+    """A sentence that all ranks became slower: "step time 1.00 s -> 1.38 s on all ranks"."""
+    for line in document.lines:
+        match = _SAID_SLOWER.search(line.text[:LINE_LIMIT])
+        if match is None or _ALL.search(line.text[:LINE_LIMIT]) is None:
+            continue
+        was, now = number(match["was"]), number(match["now"])
+        if was and now and now >= LEAST_SLOWER * was:
+            return [make(catalog, "straggler.all_slow_said", document, line, attrs={"ratio": round(now / was, 2)})]
+    return []
 
 
 def _set_level(building: Building, value: Value, line: Line) -> None:
@@ -259,7 +308,7 @@ def _flagged(document: Document) -> list[tuple[str, Line]]:
     found = []
     for line in document.lines:
         match = _FLAGGED.search(line.text[:LINE_LIMIT])
-        if match is None or "rank" not in line.text.lower() and "node" not in line.text.lower():
+        if match is None or not re.search("rank|node", line.text, re.IGNORECASE):
             continue
         ids = re.findall(r"(?:rank\W{0,2})?(\b[\w.-]*\d\b)", match["ids"])
         if len(set(ids)) == 1:
@@ -268,21 +317,23 @@ def _flagged(document: Document) -> list[tuple[str, Line]]:
 
 
 def _extremes(document: Document) -> tuple[list[str], Line | None]:
-    """The rank with the longest time of each report, where it is far from the shortest."""
+    """The slowest rank of each report of extremes, where it is far from the fastest."""
     slow: list[str] = []
     first: Line | None = None
+    told: dict[tuple[str, str], tuple[float, str]] = {}
     for line in document.lines:
-        if "/Rnk" not in line.text:
+        if "/Rnk" not in line.text and "/Rank" not in line.text:
             continue
-        found = {
-            (m["side"], m["what"]): (number(m["value"]) or 0.0, m["rank"]) for m in _MEGATRON.finditer(line.text[:2000])
-        }
-        fast, long = found.get(("Mn", "Rtt")), found.get(("Mx", "Rtt"))
-        if fast is None or long is None:
-            low, high = found.get(("Mn", "ETpt")), found.get(("Mx", "ETpt"))
-            fast, long = (high, low) if low is not None and high is not None else (None, None)
-        if fast is None or long is None or not fast[0] or abs(long[0] - fast[0]) < 0.05 * max(fast[0], long[0]):
-            continue
-        first = first or line
-        slow.append(long[1])
+        for match in _EXTREMES.finditer(line.text[:LINE_LIMIT]):
+            side = "low" if match["side"] in ("Mn", "Min") else "high"
+            told[side, _EXTREME_KINDS[match["what"]]] = (number(match["value"]) or 0.0, match["rank"])
+        # Reports of one line hold both kinds; those of a line for each value complete one pair after the other.
+        for kind, fast, long in (("time", "low", "high"), ("speed", "high", "low")):
+            if (fast, kind) not in told or (long, kind) not in told:
+                continue
+            best, worst = told[fast, kind], told[long, kind]
+            told.clear()
+            if best[0] and abs(worst[0] - best[0]) >= LEAST_SPREAD * max(best[0], worst[0]):
+                first = first or line
+                slow.append(worst[1])
     return slow, first
