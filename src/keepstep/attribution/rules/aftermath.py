@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from keepstep.attribution.current import PROGRESS, end_of
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import number
-from keepstep.attribution.rules.monitors import HEALTH
 from keepstep.attribution.rules.resumes import follows
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
@@ -38,10 +37,9 @@ def _failing(events: Sequence[Event], catalog: Catalog, *but: str) -> list[Event
 
 
 def reason_outdated(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """A drain whose reason is older than the machine that has its node's name, where that machine passes its checks."""
+    """A drain whose reason is older than the machine that has its node's name, with nothing wrong on that machine."""
     drains = [e for e in _of(events, "slurm.node_drain") if isinstance(e.attrs.get("since"), str)]
-    passed = [e for e in events if e.signature in HEALTH or e.signature == "sched.thing_works"]
-    if not drains or not passed or _failing(events, catalog):
+    if not drains or _failing(events, catalog):
         return []
     for drain in drains:
         since = str(drain.attrs["since"]).replace(" ", "T")[:TIME_CHARS]

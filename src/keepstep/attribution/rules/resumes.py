@@ -62,7 +62,7 @@ def _line(event: Event) -> tuple[str, int]:
 def follows(earlier: Event, later: Event) -> bool:
     """Whether one was before another, or stands before it in the same file where no clock tells."""
     sense = compare(earlier, later)
-    if sense is not None:
+    if sense not in (None, "together"):
         return sense == "before"
     return _line(earlier)[0] == _line(later)[0] and _line(earlier) < _line(later)
 
