@@ -77,7 +77,7 @@ def drilled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     at = last.attrs.get("before_last_order", last.order)
     after = [f for f in failing if not _before_steps(f, last, at)]
     early = [f for f in failing if follows(f, begin) and f.evidence.line != begin.evidence.line]
-    return [] if after or early or last.count < 2 else [derive(catalog, "derived.drill", _ending(last), placed=False)]
+    return [] if after or early or last.count < 2 else [derive(catalog, "derived.drill_over", _ending(last), placed=False)]
 
 
 def _before_steps(failure: Event, last: Event, at: object) -> bool:

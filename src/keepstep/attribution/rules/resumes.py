@@ -42,9 +42,8 @@ _NO_BUILD = re.compile(
 _STILL = re.compile(
     r"(?i)\b(?:still|also) (?:fail|hang|crash|the same)|\bno (?:change|effect|difference)\b|\bnot (?:work|help|fix)"
 )
-SECOND_LIVES = frozenset(
-    {"launcher.cycle", "elastic.restarting", "slurm.job_requeued", "ckpt.resumed", "ckpt.tracker", "ckpt.committed"}
-)
+SECOND_LIVES = frozenset({"ckpt.resumed", "ckpt.loaded", "job.loading"})
+"""Where a second life of a run begins."""
 _LIVES = frozenset(
     {"launcher.cycle", "elastic.restarting", "slurm.job_requeued", "ckpt.resumed", "ckpt.tracker", "ckpt.committed"}
 )
