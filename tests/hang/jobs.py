@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench._dumps import torch_pickle
+
 from keepstep.attribution.hang import find_culprits
 from keepstep.records.hang import Hang
 from keepstep.sources.flightrecorder.files import find_dumps
@@ -252,14 +254,15 @@ def as_json(made: Mapping[str, Any]) -> bytes:
     return json.dumps(tree).encode()
 
 
-def write(folder: Path, dumps: Mapping[int, Mapping[str, Any]], *, form: str = "pickle") -> Path:
-    """Write dumps as files, one a rank."""
+def write(folder: Path, dumps: Mapping[int, Mapping[str, Any]], *, form: str = "torch") -> Path:
+    """Write dumps as files, one a rank: as torch pickles them, as Python does, or as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, made in dumps.items():
         if form == "json":
             (folder / f"trace_rank_{rank}.json").write_bytes(as_json(made))
         else:
-            (folder / f"_dump_{rank}").write_bytes(pickle.dumps(made, protocol=2))
+            data = torch_pickle(made) if form == "torch" else pickle.dumps(made, protocol=4)
+            (folder / f"_dump_{rank}").write_bytes(data)
     return folder
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import zstandard
+from bench._dumps import torch_pickle
 
+from keepstep.attribution.hang import find_culprits
 from keepstep.records.flightrecorder import Snapshot
 from keepstep.sources.flightrecorder import reading
 from keepstep.sources.flightrecorder.dump import DumpError, NotADumpError, parse_dump
@@ -53,6 +55,7 @@ def test_the_name_of_a_file_tells_its_rank(name: str, rank: int | None) -> None:
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    "torch": torch_pickle,
     "pickle 2": lambda made: pickle.dumps(made, protocol=2),
     "pickle 4": lambda made: pickle.dumps(made, protocol=4),
     "pickle 5": lambda made: pickle.dumps(made, protocol=5),
@@ -185,7 +188,7 @@ def test_the_newest_cycle_with_dumps_of_a_run(tmp_path: Path, inside: str) -> No
 def test_entries_that_make_no_sense_are_left_out_and_counted(tmp_path: Path) -> None:
     made = one()
     made["entries"] += [None, {}, {"pg_id": "x"}, made["entries"][0] | {"collective_seq_id": 2**70}]
-    write(tmp_path, {0: made})
+    write(tmp_path, {0: made}, form="pickle")
     found = snapshot(tmp_path)
     assert "4 of 7 operations make no sense" in found.notes[0]
     assert found.ranks[0].parts[0].enqueued == 3
@@ -201,7 +204,9 @@ def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pyte
     counts: list[int] = []
     sources = find_dumps([str(tmp_path)]).sources
     together = read_snapshot(sources, jobs=2, progress=counts.append)
-    assert together == alone
+    assert find_culprits(together) == find_culprits(alone)
+    assert [(state.rank, state.file) for state in together.ranks] == [(state.rank, state.file) for state in alone.ranks]
+    assert together.unreadable == alone.unreadable != []
     assert sum(counts) == len(sources) == 12
 
 

@@ -118,12 +118,17 @@ def test_a_kernel_that_runs_elsewhere_and_not_here_is_slow(tmp_path: Path) -> No
     dumps = same([REDUCE] * 5, 4)
     for rank in (0, 1, 3):
         change(dumps, rank, 4, state="started", time_discovered_started_ns=1)
-    change(dumps, 2, 3, time_discovered_started_ns=1)
+    for rank in range(4):
+        dumps[rank]["pg_status"]["0"]["last_started_collective"] = 4 if rank == 2 else 5
     hang = judge(write(tmp_path, dumps))
     assert (hang.kind, ranks(hang)) == ("slow_rank", [2])
-    # Without times of starts on that rank nothing can be said.
-    change(dumps, 2, 3, time_discovered_started_ns=None)
+    # Where that rank's dump does not tell when kernels start nothing can be said.
+    dumps[2]["pg_status"]["0"]["last_started_collective"] = -1
     assert judge(write(tmp_path, dumps)).kind == "no_fault"
+    # Without a summary the entries tell it.
+    del dumps[2]["pg_status"]
+    change(dumps, 2, 3, time_discovered_started_ns=1)
+    assert ranks(judge(write(tmp_path, dumps))) == [2]
 
 
 def test_what_all_others_have_completed_is_slow_here(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def hang_of(
         if rank not in without
     }
     with tempfile.TemporaryDirectory() as folder:
-        return judge(write(Path(folder), made, form=data.draw(st.sampled_from(["pickle", "json"]))))
+        return judge(write(Path(folder), made, form=data.draw(st.sampled_from(["torch", "pickle", "json"]))))
 
 
 @settings(max_examples=120, deadline=None)

@@ -52,6 +52,8 @@ while step < TOTAL:
     step += 1
     print("completed", step, flush=True)
     ckpt.maybe_save(step)
+    if step % EVERY == WAITED_AFTER:
+        ckpt.wait()
     if run.stop_requested:
         break
 ckpt.close()
@@ -63,9 +65,13 @@ if dist.is_initialized():
 """
 
 
-def training(total: int = 30, every: int = 10) -> str:
-    """A small real training script: `total` steps, a checkpoint every `every`."""
-    return TRAIN.replace("TOTAL", str(total)).replace("EVERY", str(every))
+def training(total: int = 30, every: int = 10, settled: bool = False) -> str:
+    """A small real training script: `total` steps, a checkpoint every `every`.
+
+    `settled`: a save is waited for after the step that follows it, for tests that say which one a killed rank goes on from.
+    """
+    waited_after = "1" if settled else "None"
+    return TRAIN.replace("TOTAL", str(total)).replace("EVERY", str(every)).replace("WAITED_AFTER", waited_after)
 
 
 class Launch:
@@ -85,17 +91,19 @@ class Launch:
         run_dir: Path | None = None,
         **env: str,
     ) -> None:
-        """Failed cycles get a verdict, which takes a second each, only where PET_ATTRIBUTION says "on".
+        """Failed cycles get a verdict, which takes a second each, only where `flags` say so.
 
         `prefix`: a command that execs the launcher (`ip netns exec NAME`). `run_dir`: default `folder`/run."""
         self.folder = folder
         self.run_dir = run_dir or folder / "run"
+        if verb == "run" and "--attribution" not in flags:
+            flags = ("--attribution", "off", *flags)
         command = [*prefix, sys.executable, "-m", "keepstep.cli.main", verb, "--run-dir", str(self.run_dir), *flags]
         if script is not None:
             (folder / "script.py").write_text(textwrap.dedent(script))
             command.append("script.py")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "KEEPSTEP_", "SLURM_"))}
-        own = {"ROOT": str(folder / "ckpt"), "KEEPSTEP_HOME": str(folder / "home"), "PET_ATTRIBUTION": "off"}
+        own = {"ROOT": str(folder / "ckpt"), "KEEPSTEP_HOME": str(folder / "home")}
         environment = {**clean, **own, **env}
         self.process = subprocess.Popen(
             [*command, *args], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

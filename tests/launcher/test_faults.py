@@ -28,7 +28,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_killed_rank_restarts_from_the_newest_checkpoint_and_ends_bitwise_equal(tmp_path: Path, reference: str) -> None:
-    code, launch = run(tmp_path, training(), *TWO, "--inject", "kill@step=15,rank=1")
+    code, launch = run(tmp_path, training(settled=True), *TWO, "--inject", "kill@step=15,rank=1")
     assert code == 0, launch.output
     assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
     first, second = launch.cycles
@@ -78,7 +78,7 @@ def test_rank_stuck_in_native_code_that_holds_the_gil_is_named_with_its_stack(tm
 
 def test_four_ranks(tmp_path: Path) -> None:
     flags = ("--standalone", "--nproc-per-node", "4", "--inject", "kill@step=15,rank=3")
-    code, launch = run(tmp_path, training(total=20), *flags)
+    code, launch = run(tmp_path, training(total=20, settled=True), *flags)
     assert code == 0, launch.output
     assert launch.cycles[1].restored_step == 10 and len(launch.cycles[1].ranks) == 4
     assert len({line.split()[2] for line in launch.lines if line.startswith("end 20")}) == 1
@@ -219,7 +219,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> 
 
 def test_corrupted_checkpoint_is_quarantined_and_the_older_one_used(tmp_path: Path, reference: str) -> None:
     flags = ("--inject", "corrupt-checkpoint@step=25,rank=1", "--inject", "kill@step=25,rank=1")
-    code, launch = run(tmp_path, training(), *TWO, *flags)
+    code, launch = run(tmp_path, training(settled=True), *TWO, *flags)
     assert code == 0, launch.output
     assert launch.wait_line(r"^end 30 (\S+)").group(1) == reference
     quarantined = launch.mark("quarantined", cycle=1)

@@ -316,9 +316,9 @@ def test_two_thousand_nodes(tmp_path: Path) -> None:
     took = fill(book, places)
     assert [(s["files"], s["copied"]) for s in book.sets()] == [(16384, 16384)] * 2
     book.note("n0", held(100, "one more"))
-    began = time.perf_counter()
+    began = time.process_time()
     book.sets()
-    summed_s = time.perf_counter() - began
+    summed_s = time.process_time() - began
     pages, after, more = 0, "", True
     began = time.perf_counter()
     while more:

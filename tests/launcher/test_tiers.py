@@ -129,13 +129,19 @@ def test_a_damaged_image_is_not_taken(tmp_path: Path, reference: Reference) -> N
 
 @pytest.mark.slow
 def test_killed_while_staging_the_image_before_is_whole(tmp_path: Path, reference: Reference) -> None:
-    """The next life begins in the other slot: killed there too, the image is still whole."""
-    launch = start(tmp_path, "--max-no-progress-cycles", "5", DIE_STAGING="15:2")
+    """The next life begins in the other slot: killed there too, the image is still whole.
+
+    Sharded, so that the rank that dies has a part of every tensor to write: of replicas this small rank 0 writes all.
+    """
+    launch = start(tmp_path, "--max-no-progress-cycles", "5", WRAP="fsdp", DIE_STAGING="15:2")
     open_gates(tmp_path)
     assert launch.finish() == 0
+    died = re.findall(r"cycle (\d) dies with (\d+) of (\d+) pieces staged", launch.output)
+    assert [int(cycle) for cycle, _, _ in died] == [0, 1], launch.output
+    assert all(0 < int(staged) < int(count) for _, staged, count in died), died
     assert [(c.restored_from, c.restored_step) for c in launch.cycles] == [("none", 0), ("shm", 12), ("shm", 12)]
     assert not re.search("refused", launch.output), launch.output
-    assert last_line(launch) == reference("plain")
+    assert last_line(launch) == reference("fsdp")
 
 
 @pytest.mark.slow
@@ -150,7 +156,7 @@ def test_without_the_memory_tier_it_is_the_disk(tmp_path: Path, reference: Refer
 
 @pytest.mark.slow
 def test_the_coordinator_is_killed_while_images_are_kept(tmp_path: Path, reference: Reference) -> None:
-    """An image every step, so that some are always on their way; the ranks are killed as well before it is there again."""
+    """An image every step, so that some are always on their way. The newest is that of the step at which the ranks are killed."""
     launch = start(tmp_path, MEMORY_EVERY="1", HOLD="17", STEP_S="0.05", NO_WAIT="1")
     launch.wait_line("cycle 0 step 7 ")
     (first,) = opened(launch)
@@ -164,8 +170,7 @@ def test_the_coordinator_is_killed_while_images_are_kept(tmp_path: Path, referen
     assert len(held) >= 8, "this does not look at the memory of images"
     open_gates(tmp_path, 0, 1)
     assert launch.finish() == 0
-    assert launch.cycles[1].restored_from == "shm"
-    assert (launch.cycles[1].restored_step or 0) >= 16
+    assert (launch.cycles[1].restored_from, launch.cycles[1].restored_step) == ("shm", 17)
     assert not held & all_memory_ids(), "memory stays behind when the job has ended"
     assert last_line(launch) == reference("plain")
 
@@ -177,7 +182,8 @@ def test_asked_to_stop_while_a_save_or_an_image_is_in_flight(durable: bool, tmp_
     (tmp_path / "gate").touch()
     env = {"NO_WAIT": "1", "SLOW_SAVE": "0.4", "STEP_S": "0.05", "EVERY": "40", "MEMORY_EVERY": "25", "TOTAL": "200"}
     launch = start(tmp_path, "--preempt-notice", "20", **env)
-    launch.wait_line(f"stores {80 if durable else 75} durable {durable}")
+    # Once it is known what a save takes. An image that falls due while something is in flight is left out, a save is not.
+    launch.wait_line(rf"stores ({'80' if durable else '50|75|100'}) durable {durable}")
     launch.signal(signal.SIGTERM)
     assert launch.finish() == 143
     step = int(last_line(launch).split()[1])

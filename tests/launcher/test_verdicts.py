@@ -16,7 +16,7 @@ SHAPE = ("--standalone", "--nproc-per-node", "2")
 
 
 def launch(folder: Path, script: str, *flags: str) -> Launch:
-    return Launch(folder, script, *SHAPE, *flags, PET_ATTRIBUTION="on")
+    return Launch(folder, script, *SHAPE, *flags, "--attribution", "on")
 
 
 def incident(run: Launch, number: int = 1) -> dict[str, Any]:

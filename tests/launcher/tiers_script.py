@@ -1,10 +1,11 @@
 """A training script for tests of the tiers: `ks.Checkpointer` over replicated or fully sharded state, told what to do by variables.
 
 EVERY and MEMORY_EVERY: steps between saves and between images in memory; each is waited for, unless NO_WAIT is set: then some
-are left out. SLOW_SAVE: seconds that each takes longer. WRAP: "plain" (gradients averaged by hand) or "fsdp". HOLD: before this
-step the ranks of each cycle wait for the file `GATE.CYCLE`; before the last step all wait for `GATE`. DIE_STAGING:
-"STEP:CYCLES", rank 1 kills itself in the middle of staging that step's image, in so many cycles. Each rank writes a ledger of
-the samples it used; all say digests of the whole state, which is the same on every rank.
+are left out, but not one of step HOLD. SLOW_SAVE: seconds that each takes longer. WRAP: "plain" (gradients averaged by hand) or
+"fsdp". HOLD: before this step the ranks of each cycle wait for the file `GATE.CYCLE`; before the last step all wait for `GATE`.
+DIE_STAGING: "STEP:CYCLES", rank 1 kills itself when half of the pieces of that step's image are staged, in so many cycles, and
+says so before. Each rank writes a ledger of the samples it used; all say digests of the whole state, which is the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ ckpt = ks.Checkpointer(
 
 def die_while_staging(at, cycles):
     from keepstep.checkpoint.torch import state
-    copied, copy = [], state.copy_piece
-    def copy_some(source, piece, room, offset):
-        if run.completed_steps == at and rank == 1 and cycle < cycles:
-            copied.append(piece.key)
-            if len(copied) == 4:
+    stage, copy = state.stage, state.copy_piece
+    def stage_half(captured, table, layout, blob, room):
+        copied, count = [], len(table.pieces)
+        def copy_some(source, piece, room, offset):
+            if len(copied) == count // 2:
+                print(f"cycle {cycle} dies with {len(copied)} of {count} pieces staged", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
-        return copy(source, piece, room, offset)
-    state.copy_piece = copy_some
+            copied.append(piece.key)
+            return copy(source, piece, room, offset)
+        if run.completed_steps == at and rank == 1 and cycle < cycles:
+            state.copy_piece = copy_some
+        stage(captured, table, layout, blob, room)
+    state.stage = stage_half
 
 if env.get("DIE_STAGING"):
     die_while_staging(*map(int, env["DIE_STAGING"].split(":")))
@@ -102,8 +108,10 @@ while step < TOTAL:
         step += 1
         print(json.dumps({"step": step, "ids": batch}), file=ledger, flush=True)
         print(f"cycle {cycle} step {step} state {digest()}", flush=True)
+        if step == HOLD:
+            ckpt.wait()
         ckpt.maybe_save(step)
-        if not env.get("NO_WAIT"):
+        if step == HOLD or not env.get("NO_WAIT"):
             ckpt.wait()
         if step == TOTAL or run.stop_requested:
             break

@@ -28,6 +28,8 @@ from keepstep.launcher.coordination.journal import read_records
 from tests.launcher.harness import LIMIT_S, Launch
 
 LEASE_S = 2.0
+LONG_LEASE_S = 15.0
+"""For a test in which a lease is used up in part and must not run out: what a loaded machine adds to each time fits in too."""
 PORT = 29400
 RELAY = "10.77.0.100"
 POLL_S = 0.05
@@ -72,10 +74,14 @@ dist.destroy_process_group()
 """Every rank has data of its own, so that a rank that ran twice or not at all shows in the weights. Before its last two steps it
 waits for the file GATE: a test opens it when all that it wanted to happen has happened."""
 
+TOTAL_STEPS = 30
+GATED_STEP = TOTAL_STEPS - 2
+"""Steps that are completed when the script comes to its gate."""
+
 _numbers = itertools.count()
 
 
-def script(total: int = 30) -> str:
+def script(total: int = TOTAL_STEPS) -> str:
     """The training script, `total` steps long, a checkpoint every five."""
     return SCRIPT.replace("TOTAL", str(total))
 

@@ -21,7 +21,7 @@ run = ks.init()
 for step in range(3 + run.cycle):
     with run.step(step):
         dist.barrier()
-while not pathlib.Path(os.environ["GATE"]).exists():
+while not pathlib.Path(f"{os.environ['GATE']}.{run.cycle}").exists():
     time.sleep(0.05)
 raise RuntimeError(f"the same trouble after {3 + run.cycle} steps")
 """
@@ -49,11 +49,13 @@ def test_no_progress_ends_every_host_with_the_same_code(make_net: MakeNet) -> No
     cycle = wait_cycle(net.run_dir, 0)
     assert "h1" in seats(cycle)
     late, never = cycle["spares"]
-    # One stands still until nobody can tell it any more, the other only over the end itself.
+    # One stands still until nobody can tell it any more, the other only over the end itself, for less than its lease.
     launches[never].signal(signal.SIGSTOP)
     wait_record(net.run_dir, "node_lost", lambda r: r["node"] == never)
+    net.gate.with_name("gate.0").touch()
+    wait_cycle(net.run_dir, 1)
     launches[late].signal(signal.SIGSTOP)
-    net.open_gate()
+    net.gate.with_name("gate.1").touch()
     verdict = wait_record(net.run_dir, "verdict")["verdict"]
     assert (verdict["outcome"], verdict["cause"], verdict["exit_code"]) == ("no_restart", "no_progress", 93)
     launches[late].signal(signal.SIGCONT)

@@ -10,11 +10,12 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from bench._dumps import torch_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.records.errors import VerificationError
-from keepstep.records.pickles import MAX_ODD_KEYS, parse_pickle
+from keepstep.records.pickles import MAX_ODD_KEYS, is_harmless, parse_pickle, parse_plain
 
 NOTHING: frozenset[str] = frozenset()
 VALUES = st.recursive(
@@ -77,10 +78,10 @@ BOMBS = {
     "a text that claims 4 GB": b"\x80\x02X\xff\xff\xff\xffabc.",
     "bytes that claim 2^63": b"\x80\x04\x8e" + struct.pack("<Q", 2**63 - 1) + b"abc.",
     "an integer of 4 GB": b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",
-    "a key of tuples in tuples": b"\x80\x02}" + nested(b"\x85", 200_000)[2:] + b"Ns.",
+    "a key of tuples in tuples": b"\x80\x02}" + nested(b"\x85", 50_000)[2:] + b"Ns.",
     "a key whose hash takes 2^60 steps": b"\x80\x02}K\x01q\x00" + b"h\x00\x86q\x00" * 60 + b"Ns.",
     "a list as a key": b"\x80\x02}]Ns.",
-    "marks without an end": b"\x80\x02" + b"(" * 200_000,
+    "marks without an end": b"\x80\x02" + b"(" * 50_000,
     "nothing to pop": b"\x80\x02e.",
     "a mark where a value should be": b"\x80\x02](a.",
     "no end": b"\x80\x02N",
@@ -110,11 +111,11 @@ def test_a_bomb_costs_nothing(name: str) -> None:
 
 
 def test_deep_nesting_is_only_data() -> None:
-    value = read(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
+    value = read(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".")
     depth = 0
     while value:
         value, depth = value[0], depth + 1
-    assert depth == 99_999
+    assert depth == 49_999
 
 
 def test_keys_that_collide_are_limited() -> None:
@@ -124,13 +125,90 @@ def test_keys_that_collide_are_limited() -> None:
         read(b"\x80\x02}(" + keys + b"u.")
 
 
+# ---- streams as torch's own pickler writes them, which Python's unpickler reads
+
+PAIRS = st.tuples(st.text(), st.text(max_size=3))
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text() | PAIRS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLAIN)
+def test_both_readers_agree_about_plain_streams(value: Any) -> None:
+    data = torch_pickle(value)
+    assert parse_plain(data, "x") == read(data) == value
+
+
+def test_what_torch_writes_is_seen_to_be_harmless() -> None:
+    known = ["name", "desc"]
+    value = {"a": known, "n": [1, 300, -1, 2**40, None, True, False], "t": [("name", "desc")] * 3, "e": [], "d": {}}
+    assert is_harmless(torch_pickle(value))
+    assert parse_plain(torch_pickle(value), "x") == value
+    assert not is_harmless(pickle.dumps(value, protocol=4))
+    assert parse_plain(pickle.dumps(value, protocol=4), "x") == value
+
+
+TUPLE = b"X\x01\x00\x00\x00aq\x00h\x00h\x00\x86"
+PUTS = {
+    "a tuple": TUPLE + b"q\x01",
+    "a tuple, as an empty group": TUPLE + b"(eq\x01",
+    "a tuple, as an empty group of pairs": TUPLE + b"(uq\x01",
+    "a tuple, as an empty group in an empty group": TUPLE + b"((eeq\x01",
+    "a number": b"K\x01q\x01",
+    "a number that looks like one": b"Keq\x01",
+    "a large index": b"]r\xff\xff\xff\xff",
+    "a tuple of a tuple": TUPLE + b"h\x00\x86",
+    "a tuple of a number": b"K\x01K\x02\x86",
+    "a name": b"cos\nsystem\n",
+    "bytes": b"C\x01a",
+}
+
+
+@pytest.mark.parametrize("name", PUTS)
+def test_what_could_make_a_key_of_nested_tuples_is_not_harmless(name: str) -> None:
+    assert not is_harmless(b"\x80\x02" + PUTS[name] + b".")
+
+
+OPCODES = [b"N", b"(", b"]", b"}", b"e", b"u", b"a", b"s", b"\x86", b"\x85", b"t", b"0", b"2"]
+OPERANDS = [b"h\x00", b"h\x01", b"q\x00", b"q\x01", b"r\x01\x00\x00\x00", b"j\x01\x00\x00\x00", b"K\x01", b"Ke", b"Mu("]
+TOKENS = st.sampled_from([*OPCODES, *OPERANDS, b"X\x01\x00\x00\x00a", b"\x8a\x08aaaaaaaa"])
+
+
+def parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(TOKENS, max_size=40))
+def test_no_harmless_stream_nests_tuples(tokens: list[bytes]) -> None:
+    data = b"\x80\x02]" + b"".join(tokens) + b"."
+    if not is_harmless(data):
+        return
+    try:
+        waiting, seen = [parse_plain(data, "x")], set()
+    except VerificationError:
+        return
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            waiting += parts(value)
+            assert not isinstance(value, tuple) or not any(isinstance(part, tuple) for part in value)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damage_raises_only_what_is_promised(data: Any) -> None:
-    stream = bytearray(pickle.dumps(data.draw(VALUES), protocol=data.draw(st.sampled_from([2, 4]))))
+    value, protocol = data.draw(PLAIN), data.draw(st.sampled_from([0, 2, 4]))
+    stream = bytearray(pickle.dumps(value, protocol=protocol) if protocol else torch_pickle(value))
     for _ in range(data.draw(st.integers(1, 4))):
         stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
     try:
-        read(bytes(stream[: data.draw(st.integers(0, len(stream)))]))
+        parse_plain(bytes(stream[: data.draw(st.integers(0, len(stream)))]), "x")
     except VerificationError as error:
         assert str(error).startswith("x: ")

@@ -15,6 +15,7 @@ import msgspec
 from keepstep.attribution.act import Choice, choose
 from keepstep.attribution.causes import FAILING, Seen, first_of, grouped, past_causes, with_explanations
 from keepstep.attribution.current import cleared, stops
+from keepstep.attribution.lean import with_lean
 from keepstep.attribution.missing import missing
 from keepstep.attribution.order import canonical
 from keepstep.attribution.places import UNMAPPED, Places, RankMap
@@ -78,7 +79,8 @@ def judge(
         calm = _without_fault(seen, stale, catalog, priors)
         if calm is not None:
             return calm
-    return _with_fault(seen, stale, catalog, priors, live, places)
+    found = _with_fault(seen, stale, catalog, priors, live, places)
+    return found._replace(verdict=with_lean(found.verdict, live))
 
 
 def tier_of(chance: float, rooted: bool, priors: Priors) -> Tier:

@@ -38,11 +38,11 @@ class Group(NamedTuple):
 
 
 class Part(NamedTuple):
-    """How far a rank is with the collectives of a group. Sequence numbers count a group's collectives and are the same on all ranks.
+    """How far a rank is with the collectives of a group. Sequence numbers count a group's collectives, the same on all ranks.
 
-    `first_open`: lowest one that was enqueued and is not complete; `enqueued`, `completed`: highest ones; each UNKNOWN when there is
-    none. `by_status`: the numbers rest on the recorder's summary, which does not tell collectives from transfers between two ranks.
-    `recent`: operations (index) of the sequence numbers from `since` on, around the first open one.
+    `first_open`: lowest one that was enqueued and is not complete; `enqueued`, `completed`: highest ones; each UNKNOWN when there
+    is none. `by_status`: the numbers rest on the recorder's summary, which does not tell collectives from transfers between two
+    ranks. `recent`: operations (index) of the sequence numbers from `since` on, around the first open one; () when none is open.
     """
 
     group: int

@@ -88,7 +88,7 @@ def what_binary(head: bytes) -> str | None:
 
 
 def is_flight_recorder(head: bytes) -> bool:
-    """Whether a file that begins so is a dump of torch's flight recorder: a pickle or JSON with its keys. Nothing is parsed here."""
+    """Whether a file that begins so is a dump of torch's flight recorder: a pickle or JSON with its keys. It is not parsed."""
     sample = head[:SAMPLE_BYTES]
     if sample.lstrip()[:1] == b"{":
         return b'"pg_config"' in sample or (b'"entries"' in sample and b'"profiling_name"' in sample)

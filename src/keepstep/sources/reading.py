@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -13,7 +13,8 @@ import msgspec
 
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
-from keepstep.records.event import Event
+from keepstep.catalog.words import lean_of, words_of
+from keepstep.records.event import Event, Evidence
 from keepstep.sources import runfolder, staleness
 from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
 from keepstep.sources.documents import Document, Line, Origin, split
@@ -43,6 +44,9 @@ TAIL_BYTES = 1 << 20
 TEXT_LIMIT_BYTES = 64 << 30
 """Of one file, unpacked."""
 STDIN = "-"
+WORDS_LIMIT = 40_000
+"""Characters of all texts together up to which their words are looked at."""
+TEXT_WORDS = "text.words"
 
 
 class Used(NamedTuple):
@@ -90,6 +94,9 @@ class _Whole:
         self.dumps: list[str] = []
         self.facts: list[Facts] = []
         self.size_bytes = 0
+        self.words: set[str] = set()
+        """Of all documents together, as far as they are short."""
+        self.characters = 0
 
 
 def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher, origin: Origin | None = None) -> Reading:
@@ -131,7 +138,7 @@ def _finished(whole: _Whole) -> Reading:
     events = staleness.from_previous_boots(events, facts.boots)
     skew = estimate(events)
     return Reading(
-        events=add_skew(events, skew),
+        events=[*add_skew(events, skew), *_lean_event(whole)],
         used=whole.used,
         unreadable=whole.unreadable,
         skipped=whole.skipped,
@@ -208,8 +215,42 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
             # Other texts that it quotes lie beside it.
             events = parsed
         whole.events += events
+        _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
+
+
+def _add_words(whole: _Whole, document: Document, known: Collection[int]) -> None:
+    """The words of what was given, while all of it is short: what somebody chose to show. A long log holds every word.
+
+    `known`: numbers of lines in which a sign was seen: what they say has its entry.
+    """
+    whole.characters += sum(len(line.raw) for line in document.lines)
+    if whole.characters <= WORDS_LIMIT:
+        whole.words |= words_of(
+            "\n".join([document.title, *(line.raw for line in document.lines if line.number not in known)])
+        )
+
+
+def _lean_event(whole: _Whole) -> list[Event]:
+    """What the words lean to, as an event; none of a long text, or where they lean to nothing."""
+    lean = lean_of(whole.words) if 0 < whole.characters <= WORDS_LIMIT else None
+    if lean is None or TEXT_WORDS not in whole.catalog:
+        return []
+    entry = whole.catalog[TEXT_WORDS]
+    attrs = {"lean": lean.fault_class, "margin": lean.margin, "words": list(lean.words)}
+    path = whole.used[0].path if whole.used else ""
+    return [
+        Event(
+            id=f"{TEXT_WORDS}/{path}",
+            kind=entry.kind,
+            signature=entry.id,
+            severity=entry.severity,
+            source="text",
+            attrs=attrs,
+            evidence=Evidence(path=path),
+        )
+    ]
 
 
 def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:

@@ -19,6 +19,11 @@ KNOWN_LINES = 4096
 GROUP_LIMIT = 400
 """Characters of a named group that are kept."""
 
+NOTES = ("#", "(", "//")
+"""How a line begins that a person wrote beside a log."""
+FAILING_ROLES = ("root", "cascade", "symptom", "action")
+_DENIED = re.compile(r"(?i)\b(?:no|not|never|without|neither|nor|none of|nothing)\b[^,.;\n]{0,200}")
+
 _INDEX = re.compile(r"\d{1,3}\Z")
 
 
@@ -30,11 +35,19 @@ def line_events(document: Document, matcher: Matcher, catalog: Catalog) -> Itera
         matches = known.get(text)
         if matches is None:
             matches = matcher.match_line(text)
+            if matches and text.startswith(NOTES):
+                matches = _not_denied(matches, text, matcher)
             if len(known) < KNOWN_LINES:
                 known[text] = matches
         for match in matches:
             if fits(match, line):
                 yield make_event(match, line, document)
+
+
+def _not_denied(matches: list[Match], text: str, matcher: Matcher) -> list[Match]:
+    """Matches of a note without those of failures that it says were not seen: "# no Xid, no eviction"."""
+    kept = {match.signature.id for match in matcher.match_line(_DENIED.sub(" ", text))}
+    return [m for m in matches if m.signature.role not in FAILING_ROLES or m.signature.id in kept]
 
 
 def fits(match: Match, line: Line) -> bool:

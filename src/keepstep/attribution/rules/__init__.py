@@ -17,6 +17,7 @@ from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.monitors import latched
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
@@ -32,6 +33,7 @@ PastRule = Callable[[Sequence[Event], Sequence[Event], Catalog], list[Event]]
 RULES: tuple[Rule, ...] = (
     late_ranks,
     *JOB_RULES,
+    *RELATION_RULES,
     gpu_levels,
     links,
     stragglers,

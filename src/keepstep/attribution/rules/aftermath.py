@@ -79,7 +79,7 @@ def drilled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     early = [f for f in failing if follows(f, begin) and f.evidence.line != begin.evidence.line]
     if after or early or last.count < 2 or not _before_steps(begin, last, at):
         return []
-    return [derive(catalog, "derived.drill", end_of(last), placed=False)]
+    return [derive(catalog, "derived.drill_over", end_of(last), placed=False)]
 
 
 def _before_steps(failure: Event, last: Event, at: object) -> bool:

@@ -1,14 +1,13 @@
-"""What the rules on a job's own log have in common: who waits, who wrote what, and how a conclusion is made."""
+"""What the rules on a job's own log have in common: who waits, and who wrote what."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keepstep.attribution.order import SECOND_NS, compare
-from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 PROGRESS = "job.progress"
@@ -16,6 +15,7 @@ PROGRESS = "job.progress"
 WAITS = frozenset(
     {
         "torch.watchdog_timeout",
+        "torch.watchdog_timeout_unnumbered",
         "torch.blocking_wait_timeout",
         "torch.store_owner_late",
         "torch.store_timeout",
@@ -27,6 +27,7 @@ WAITS = frozenset(
         "fr.trace_missing",
         "torch.desync_report",
         "torch.rank_counters",
+        "fr.call",
     }
 )
 """Signatures whose rank waits for others."""
@@ -90,13 +91,16 @@ def waits(events: Sequence[Event]) -> list[Wait]:
             continue
         if event.signature == "torch.rank_counters" and attrs.get("enqueued") == attrs.get("completed"):
             continue
+        if attrs.get("open") is False:
+            continue
         seq, op = number(attrs.get("seq")), str(attrs.get("op", ""))
         ran_ms = number(attrs.get("ran_ms")) or number(attrs.get("timeout_ms"))
         begin = event.time_ns - ran_ms * 1_000_000 if event.time_ns is not None and ran_ms is not None else None
         numel = (str(attrs.get("numel_in", "")), str(attrs.get("numel_out", "")))
         key = (rank, seq, op, event.cycle) if rank is not None else (id(event),)
         if key not in found:
-            found[key] = Wait(event, rank, seq, op, groups.get((rank, seq)), numel, begin)
+            group = groups.get((rank, seq)) or str(attrs.get("pg_name") or "") or None
+            found[key] = Wait(event, rank, seq, op, group, numel, begin)
     return list(found.values())
 
 
@@ -144,25 +148,3 @@ def steps_before(events: Iterable[Event], event: Event) -> int:
             else:
                 best = max(best, 0)
     return best
-
-
-def concluded(
-    signature: str, catalog: Catalog, basis: Event, attrs: Mapping[str, Any], *, about: int | None = None
-) -> Event:
-    """The event of a conclusion: at the time and place of what it rests on. `about`: the rank that it is about, not who told."""
-    entry = catalog[signature]
-    return Event(
-        kind=entry.kind,
-        signature=entry.id,
-        severity=entry.severity,
-        source=basis.source,
-        time_ns=basis.time_ns,
-        time_quality=basis.time_quality,
-        order=basis.order,
-        node=basis.node if about is None or about == basis.rank else None,
-        gpu=basis.gpu if entry.scope == "gpu" else None,
-        rank=about if about is not None else basis.rank,
-        cycle=basis.cycle,
-        attrs=dict(attrs),
-        evidence=basis.evidence,
-    )

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import SECOND_NS, compare
+from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import (
     PROGRESS,
     Wait,
     begin_of_wait,
     by_rank,
-    concluded,
     known_ranks,
     number,
     of,
@@ -30,6 +30,7 @@ from keepstep.records.event import Event
 CONCLUSION_OF = {
     "job.evaluating": "derived.late_in_evaluation",
     "job.preparing_data": "derived.late_in_data",
+    "job.data_progress": "derived.late_in_data",
     "job.saving": "derived.late_in_checkpoint",
     "job.loading": "derived.late_in_loading",
     "job.compiling": "derived.late_in_compilation",
@@ -180,9 +181,9 @@ def _conclude(late: Late, own: Sequence[Event], hold: Hold, catalog: Catalog) ->
     activity = _activity(own, hold)
     attrs = {"about_rank": late.rank, "waiting": hold.ranks, "op": hold.op, "seq": hold.seq}
     if activity is None:
-        return concluded("derived.absent_rank", catalog, hold.first, attrs, about=late.rank)
+        return derive(catalog, "derived.absent_rank", hold.first, attrs=attrs, rank=late.rank)
     signature, basis = activity
-    return concluded(signature, catalog, basis, attrs | {"doing": basis.evidence.text[:200]}, about=late.rank)
+    return derive(catalog, signature, basis, attrs=attrs | {"doing": basis.evidence.text[:200]}, rank=late.rank)
 
 
 def _failed(event: Event, catalog: Catalog) -> bool:
@@ -251,7 +252,7 @@ def _anonymous(events: Sequence[Event], hold: Hold, catalog: Catalog) -> list[Ev
         if (ended and begun) or spans:
             basis = (begun or members)[-1]
             attrs = {"waiting": hold.ranks, "op": hold.op, "seq": hold.seq, "doing": basis.evidence.text[:200]}
-            return [concluded(CONCLUSION_OF[signature], catalog, basis, attrs)]
+            return [derive(catalog, CONCLUSION_OF[signature], basis, attrs=attrs)]
     return []
 
 
@@ -270,9 +271,9 @@ def stuck_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         rank = event.rank if event.rank is not None else next(iter(ranks), None)
         signature = CONCLUSION_OF.get(DOING_TO_ACTIVITY.get(doing, ""), "derived.late_in_code")
         attrs = {"about_rank": rank, "waiting": "the", "doing": str(event.attrs.get("frame", ""))}
-        return [concluded(signature, catalog, event, attrs, about=rank)]
+        return [derive(catalog, signature, event, attrs=attrs, rank=rank)]
     for event in of(events, "stack.cuda_runtime"):
-        return [concluded("derived.stuck_in_cuda", catalog, event, {"call": event.evidence.text[:120]})]
+        return [derive(catalog, "derived.stuck_in_cuda", event, attrs={"call": event.evidence.text[:120]})]
     return []
 
 
@@ -297,7 +298,7 @@ def steps_apart(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     signature = "derived.epoch_left" if ended else "derived.steps_apart"
     attrs = {"about_rank": high, "behind": low, "step": at[high][0], "behind_step": at[low][0]}
-    return [concluded(signature, catalog, at[low][2], attrs, about=high)]
+    return [derive(catalog, signature, at[low][2], attrs=attrs, rank=high)]
 
 
 _SECTIONS = (
@@ -313,7 +314,7 @@ def section_outlasted(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         for signature, words in _SECTIONS:
             if any(word in name for word in words):
                 attrs = {k: event.attrs.get(k) for k in ("section", "seconds", "limit")}
-                return [concluded(signature, catalog, event, attrs)]
+                return [derive(catalog, signature, event, attrs=attrs)]
     return []
 
 
@@ -321,10 +322,13 @@ OWN_COLLECTIVES = {"job.monitor_collective": "derived.monitor_deadlock", "job.sa
 """What a waiting rank may be in besides the training's own collectives, and the conclusion."""
 
 
+PARTED = ("derived.collective_mismatch", "derived.size_mismatch")
+
+
 def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Ranks that wait in a collective of a monitor or of a save, where nothing that failed kept the others away."""
     waiting = waits(events)
-    if not waiting or any(_failed(e, catalog) for e in events):
+    if not waiting or of(events, *PARTED) or any(_failed(e, catalog) for e in events):
         return []
     hold = hold_of(waiting)
     waiters = {w.rank for w in waiting}
@@ -336,7 +340,7 @@ def own_collectives(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             own = progress.get(event.rank, []) if event.rank is not None else []
             went_on = any(compare(event, end_of(e)) == "before" for e in own)
             if compare(hold.first, event) != "before" and not went_on:
-                return [concluded(conclusion, catalog, event, {"waiting": hold.ranks})]
+                return [derive(catalog, conclusion, event, attrs={"waiting": hold.ranks})]
     return []
 
 
@@ -351,5 +355,5 @@ def limit_too_short(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         for act in busy:
             if (act.rank in (event.rank, None) or event.rank is None) and act.rank not in failed:
                 attrs = {"seconds": event.attrs.get("seconds"), "doing": act.evidence.text[:160]}
-                return [concluded("derived.limit_too_short", catalog, event, attrs)]
+                return [derive(catalog, "derived.limit_too_short", event, attrs=attrs)]
     return []

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from keepstep.attribution.order import canonical
-from keepstep.attribution.rules.jobfacts import concluded, number, of
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -67,11 +68,11 @@ def leftovers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in of(events, "torch.cuda_oom", "python.exception"):
         holder = _foreign(event, own_pids, orphans)
         if holder is None and _taken_by_unknown(event):
-            found.append(concluded("derived.memory_held_by_unknown", catalog, event, {}))
+            found.append(derive(catalog, "derived.memory_held_by_unknown", event))
             break
         if holder is not None:
             attrs = {"pid": holder.pid, "held": f"{holder.gib:.1f} GiB", "orphan": holder.pid in orphans}
-            found.append(concluded("derived.memory_held_by_other", catalog, event, attrs))
+            found.append(derive(catalog, "derived.memory_held_by_other", event, attrs=attrs))
             break
     return found + _never_free(events, catalog)
 
@@ -123,5 +124,5 @@ def _never_free(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if times >= 2 and max(f for _, f, _ in low) - min(f for _, f, _ in low) <= ALIKE * low[0][2]:
             first = low[0]
             attrs = {"free": first[1], "total": first[2], "times": times}
-            return [concluded("derived.memory_never_freed", catalog, first[0], attrs)]
+            return [derive(catalog, "derived.memory_never_freed", first[0], attrs=attrs)]
     return []

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical, compare
-from keepstep.attribution.rules.jobfacts import PROGRESS, before, concluded, number, of
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import PROGRESS, before, number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -61,7 +62,7 @@ LEAST_STALLS = 3
 
 def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Errors that came when the worker group had already finished: of taking down, not of the job."""
-    ends = of(events, "elastic.succeeded", "job.train_ended")
+    ends = of(events, "elastic.succeeded", "job.train_ended", "job.ended_well")
     done = [e for e in ends if not any(before(e, r) for r in of(events, *RESTARTS))]
     if not done or (of(events, *UNEVEN) and not of(done, "elastic.succeeded")):
         return []
@@ -71,7 +72,9 @@ def teardown_after_success(events: Sequence[Event], catalog: Catalog) -> list[Ev
     if not late or any(_really_failed(e, catalog) for e in events if id(e) not in excused):
         return []
     return [
-        concluded("derived.teardown_error", catalog, min(late, key=canonical), {"after": success.evidence.text[:200]})
+        derive(
+            catalog, "derived.teardown_error", min(late, key=canonical), attrs={"after": success.evidence.text[:200]}
+        )
     ]
 
 
@@ -89,7 +92,7 @@ def clean_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     failing = any(catalog[e.signature].severity in ("error", "fatal") for e in events)
     if not done or not closing or failing:
         return []
-    return [concluded("derived.clean_end", catalog, min(done, key=canonical), {})]
+    return [derive(catalog, "derived.clean_end", min(done, key=canonical))]
 
 
 def _really_failed(event: Event, catalog: Catalog) -> bool:
@@ -107,7 +110,7 @@ def standby_left(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     for stumble in sorted(stumbles, key=canonical):
         if any(compare(g, stumble) != "after" for g in graceful):
-            return [concluded("derived.standby_exit", catalog, stumble, {})]
+            return [derive(catalog, "derived.standby_exit", stumble)]
     return []
 
 
@@ -120,7 +123,7 @@ def seat_taken(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if member in excluded or "spare" in member:
             continue
         if member and any(compare(p, standby) != "after" for p in promoted):
-            return [concluded("derived.seat_taken", catalog, standby, {"member": member})]
+            return [derive(catalog, "derived.seat_taken", standby, attrs={"member": member})]
     return []
 
 
@@ -137,7 +140,7 @@ def same_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             continue  # what a process keeps says nothing of the program
         lives = _lives(sorted(members, key=canonical), restarts)
         if lives >= 2:
-            return [concluded("derived.same_failure_again", catalog, members[0], {"lives": lives})]
+            return [derive(catalog, "derived.same_failure_again", members[0], attrs={"lives": lives})]
     return _same_outcomes(events, catalog) or _same_step(events, restarts, catalog)
 
 
@@ -171,7 +174,7 @@ def _same_outcomes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             by_outcome[str(event.attrs["type"]), str(event.attrs.get("message", ""))[:80]].append(event)
     for members in by_outcome.values():
         if len({e.cycle for e in members}) >= LEAST_STALLS:
-            return [concluded("derived.cycles_end_alike", catalog, members[0], {"lives": len(members)})]
+            return [derive(catalog, "derived.cycles_end_alike", members[0], attrs={"lives": len(members)})]
     return []
 
 
@@ -191,8 +194,11 @@ def _same_step(events: Sequence[Event], restarts: Sequence[Event], catalog: Cata
             last_steps += _last_step(inside, made)
     if len(last_steps) >= LEAST_STALLS and len(set(last_steps)) == 1:
         return [
-            concluded(
-                "derived.stalls_at_one_step", catalog, stalls[0], {"step": last_steps[0], "lives": len(last_steps)}
+            derive(
+                catalog,
+                "derived.stalls_at_one_step",
+                stalls[0],
+                attrs={"step": last_steps[0], "lives": len(last_steps)},
             )
         ]
     return []
@@ -227,7 +233,7 @@ def no_restart_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     lost = [e for e in events if e.signature in ("exit.sigterm", "exit.stopped_from_outside") or _is_143(e)]
     if not asked or not lost:
         return []
-    return [concluded("derived.no_restart_lost", catalog, asked[0], {"arrived": lost[0].evidence.text[:120]})]
+    return [derive(catalog, "derived.no_restart_lost", asked[0], attrs={"arrived": lost[0].evidence.text[:120]})]
 
 
 def _is_143(event: Event) -> bool:
@@ -241,7 +247,7 @@ def stale_store(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for event in sorted(of(events, "gloo.connect_failed", "torch.store_connect_failed"), key=canonical)[:MOST_PAIRS]:
         ends = (event, end_of(event))
         if any(before(r, e) for r in restarts if r.signature == "elastic.restarting" for e in ends):
-            return [concluded("derived.stale_store", catalog, event, {})]
+            return [derive(catalog, "derived.stale_store", event)]
     return []
 
 
@@ -252,7 +258,7 @@ def outgrew_host(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     pids = {str(e.attrs.get("pid")) for e in reported}
     for kill in kills:
         if str(kill.attrs.get("pid")) in pids or (str(kill.attrs.get("task", "")).startswith(JOB_TASKS) and reported):
-            return [concluded("derived.outgrew_host", catalog, kill, {"task": kill.attrs.get("task")})]
+            return [derive(catalog, "derived.outgrew_host", kill, attrs={"task": kill.attrs.get("task")})]
     return []
 
 
@@ -263,4 +269,4 @@ def first_failure(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     first = min(failed, key=lambda e: (e.time_ns or 0, not e.attrs.get("root"), e.order))
     attrs = {"how": first.attrs.get("how"), "failed": len(failed), "host": first.node or "its host"}
-    return [concluded("derived.first_failure", catalog, first, attrs)]
+    return [derive(catalog, "derived.first_failure", first, attrs=attrs)]

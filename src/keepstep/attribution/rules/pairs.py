@@ -9,7 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from keepstep.attribution.order import canonical
-from keepstep.attribution.rules.jobfacts import before, concluded, number, of, steps_before
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import before, number, of, steps_before
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -53,15 +54,15 @@ def node_pairs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if common is not None:
         peers = sorted({p.peer if p.node == common else p.node for p in pairs})
         basis = next(p.event for p in pairs if common in (p.node, p.peer))
-        conclusion = concluded("derived.node_unreachable", catalog, basis, {"peers": peers[:16], "culprit": common})
+        conclusion = derive(catalog, "derived.node_unreachable", basis, attrs={"peers": peers[:16], "culprit": common})
         return [_on(conclusion, common)]
     first = failures[0]
     attrs = {"pairs": sorted({f"{p.node} - {p.peer}" for p in pairs})[:16]}
     if _from_the_start(events, first):
-        return [concluded("derived.transport_never_worked", catalog, first, attrs)]
+        return [derive(catalog, "derived.transport_never_worked", first, attrs=attrs)]
     worked = steps_before(events, first) > 0 or _told(events) == "worked"
     if worked and len({frozenset((p.node, p.peer)) for p in pairs}) == 1:
-        return [concluded("derived.link_failed", catalog, first, attrs)]
+        return [derive(catalog, "derived.link_failed", first, attrs=attrs)]
     return []
 
 
@@ -147,7 +148,7 @@ def transport_changes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         nets = [net for _, net, _ in uses]
         if nets[-1] == "Socket" and any(n != "Socket" for n in nets[:-1]):
             attrs = {"before": nets[0], "now": nets[-1]}
-            found.append(concluded("derived.transport_changed", catalog, uses[-1][0], attrs))
+            found.append(derive(catalog, "derived.transport_changed", uses[-1][0], attrs=attrs))
         with_nics = [u for u in uses if u[2]]
         latest[node] = with_nics[-1] if with_nics else uses[-1]
     return found or _odd_one(latest, catalog) or _odd_gpu_direct(events, catalog)
@@ -164,11 +165,11 @@ def _odd_one(latest: dict[str, tuple[Event, str, int]], catalog: Catalog) -> lis
     if not odd or 2 * len(odd) >= len(latest):
         return []
     return [
-        concluded(
-            "derived.transport_odd",
+        derive(
             catalog,
+            "derived.transport_odd",
             event,
-            {"usual": f"{usual_net}, {usual_nics} NICs", "now": f"{net}, {nics} NICs"},
+            attrs={"usual": f"{usual_net}, {usual_nics} NICs", "now": f"{net}, {nics} NICs"},
         )
         for _, (event, net, nics) in sorted(odd.items())
     ]
@@ -186,7 +187,7 @@ def _odd_gpu_direct(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if len(state) < LEAST_NODES_FOR_COMMON or not off or 2 * len(off) >= len(state):
         return []
     attrs = {"usual": "with GPUDirect", "now": "without it"}
-    return [concluded("derived.transport_odd", catalog, e, attrs) for e in off]
+    return [derive(catalog, "derived.transport_odd", e, attrs=attrs) for e in off]
 
 
 _SETTING = re.compile(r"\b(?P<name>NCCL_[A-Z0-9_]+)=(?P<value>\w+)")
@@ -225,5 +226,5 @@ def workarounds(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             signature = _OFF.get((setting["name"], setting["value"]))
             works = bool(titled) or (_WORKS.search(text) is not None and _WORKS_NOT.search(text) is None)
             if signature is not None and works:
-                return [concluded(signature, catalog, event, {"setting": setting.group(0)})]
+                return [derive(catalog, signature, event, attrs={"setting": setting.group(0)})]
     return []

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import SECOND_NS, canonical
-from keepstep.attribution.rules.jobfacts import WAITS, before, concluded, of, within_s
+from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import WAITS, before, of, within_s
 from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -50,11 +51,11 @@ def probe_crashed_it(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if probe is None or _has_own_cause(events, crash, catalog):
             continue
         return [
-            concluded(
-                "derived.probe_crashed_it",
+            derive(
                 catalog,
+                "derived.probe_crashed_it",
                 probe,
-                {"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]},
+                attrs={"tool": probe.attrs.get("tool"), "crash": crash.evidence.text[:120]},
             )
         ]
     return []
@@ -89,9 +90,9 @@ def missing_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     for rank in dict.fromkeys(r for e in listed for r in e.attrs.get("missing", ())):
         attrs = {"about_rank": rank}
         if rank in raised:
-            found.append(concluded("derived.dump_missing_raised", catalog, raised[rank], attrs, about=rank))
+            found.append(derive(catalog, "derived.dump_missing_raised", raised[rank], attrs=attrs, rank=rank))
         elif rank not in waited:
-            found.append(concluded("derived.dump_missing", catalog, listed[0], attrs, about=rank))
+            found.append(derive(catalog, "derived.dump_missing", listed[0], attrs=attrs, rank=rank))
         if len(found) >= 64:
             break
     return found
@@ -112,7 +113,7 @@ def context_not_recovered(events: Sequence[Event], catalog: Catalog) -> list[Eve
         for signature in sticky:
             seen = sorted(of(events, signature), key=canonical)
             if seen and before(seen[0], restart) and any(before(restart, end_of(e)) for e in seen):
-                return [concluded("derived.context_not_recovered", catalog, seen[0], {"error": signature})]
+                return [derive(catalog, "derived.context_not_recovered", seen[0], attrs={"error": signature})]
     return []
 
 
@@ -136,7 +137,7 @@ def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     failing = [e for e in events if catalog[e.signature].role in FAILING_ROLES and e.signature not in MONITORS_OFF]
     if any(catalog[e.signature].severity in ("error", "fatal") for e in failing):
         return []
-    return [concluded("derived.monitor_off", catalog, off[0], {"monitor": off[0].evidence.text[:160]})]
+    return [derive(catalog, "derived.monitor_off", off[0], attrs={"monitor": off[0].evidence.text[:160]})]
 
 
 def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -146,7 +147,7 @@ def false_alarm(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         for step in of(events, "job.progress")[:MOST_PAIRS]:
             last = end_of(step)
             if before(alarm, last) and not any(before(alarm, r) and before(r, last) for r in restarts):
-                return [concluded("derived.false_alarm", catalog, alarm, {"monitor": alarm.evidence.text[:160]})]
+                return [derive(catalog, "derived.false_alarm", alarm, attrs={"monitor": alarm.evidence.text[:160]})]
     return []
 
 
@@ -164,5 +165,5 @@ def old_dumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
             continue
         today = datetime.fromtimestamp(last / SECOND_NS, UTC).timetuple().tm_yday
         if 1 <= (today - day) % 366 <= DAYS_OLD:
-            return [concluded("derived.old_dumps", catalog, event, {})]
+            return [derive(catalog, "derived.old_dumps", event)]
     return []

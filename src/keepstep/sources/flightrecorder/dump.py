@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from keepstep.records.errors import KeepstepError, VerificationError
-from keepstep.records.pickles import parse_pickle
+from keepstep.records.pickles import parse_plain
 
 MAJOR, NEWEST_MINOR = 2, 10
 """Minor versions add fields, major ones change them."""
@@ -81,21 +81,25 @@ def _tree(data: bytes) -> Any:
     if len(data) > MAX_DUMP_BYTES:
         raise DumpError(f"larger than {MAX_DUMP_BYTES >> 20} MiB")
     if data[:1] == b"\x80":
-        # Opcodes that make one, or begin its values; the same bytes in texts and numbers do no harm to this count.
-        if sum(map(data.count, (b"]", b"}", b"(", b"\x85", b"\x86", b"\x87"))) > MAX_CONTAINERS:
+        if _count(data, b"]}(\x85\x86\x87") > MAX_CONTAINERS:
             raise DumpError(f"more than {MAX_CONTAINERS} lists, dicts and tuples")
         try:
-            return parse_pickle(data, frozenset(), "pickle")[0]
+            return parse_plain(data, "pickle")
         except VerificationError as error:
             raise DumpError(f"damaged, or no plain data: {error}") from None
     if data.lstrip()[:1] == b"{":
-        if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        if _count(data, b"[{") > MAX_CONTAINERS:
             raise DumpError(f"more than {MAX_CONTAINERS} lists and objects")
         try:
             return msgspec.json.decode(data)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise DumpError(f"damaged, or no JSON: {error}") from None
     raise NotADumpError("not a flight-recorder dump: neither a pickle nor JSON")
+
+
+def _count(data: bytes, what: bytes) -> int:
+    """At least how many containers a dump makes: bytes that begin one, or its values. In texts and numbers they do not matter."""
+    return sum(data.count(byte) for byte in what) if len(data) > MAX_CONTAINERS else 0
 
 
 def _minor(version: Any) -> int:

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from keepstep.records.errors import ConfigError
 from keepstep.sources.flightrecorder.dump import MAX_DUMP_BYTES, DumpError
@@ -166,16 +166,17 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 def read_bytes(path: str) -> bytes:
     """The content of a dump, decompressed. Raises DumpError, and ConfigError when zstandard is needed and not installed."""
     if path == STDIN:
-        return _decompressed(sys.stdin.buffer)
+        return _decompressed(sys.stdin.buffer.read(MAX_DUMP_BYTES + 1))
     try:
         with open(path, "rb") as file:
-            return _decompressed(file)
+            status = os.fstat(file.fileno())
+            expected = status.st_size if stat.S_ISREG(status.st_mode) else MAX_DUMP_BYTES
+            return _decompressed(file.read(min(expected, MAX_DUMP_BYTES) + 1))
     except OSError as error:
         raise DumpError(f"cannot be read: {error.strerror or error}") from None
 
 
-def _decompressed(file: IO[bytes]) -> bytes:
-    head = file.read(MAX_DUMP_BYTES + 1)
+def _decompressed(head: bytes) -> bytes:
     if head.startswith(_GZIP):
         data = _gunzip(head)
     elif head.startswith(_ZSTD):

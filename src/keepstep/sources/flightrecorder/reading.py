@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from keepstep.records.errors import StorageError
@@ -49,16 +47,16 @@ def read_snapshot(
     that needs an extra, StorageError when a process that reads is killed.
     """
     merge = _Merge()
-    for chunk in _chunks(sources, jobs or len(os.sched_getaffinity(0))):
+    for chunk in _chunks(sources, jobs or len(os.sched_getaffinity(0)), merge.tables):
         merge.add(chunk)
         if progress is not None:
             progress(chunk.files)
     return merge.snapshot(expected)
 
 
-def read_chunk(sources: Sequence[Source]) -> Chunk:
-    """Read some dumps, one after the other."""
-    tables = Tables()
+def read_chunk(sources: Sequence[Source], tables: Tables | None = None) -> Chunk:
+    """Read some dumps, one after the other. Their groups and operations are added to `tables`, or to new ones."""
+    tables = tables or Tables()
     chunk = Chunk([], [], [], [], [], [], len(sources))
     for source in sources:
         try:
@@ -72,7 +70,7 @@ def read_chunk(sources: Sequence[Source]) -> Chunk:
 
 def _read_one(source: Source, tables: Tables, chunk: Chunk) -> None:
     data = read_bytes(source.path)
-    if not data.strip():
+    if not data or data.isspace():
         if source.rank is None:
             raise NotADumpError("empty, and its name tells no rank")
         chunk.ranks.append(RankState(source.rank, source.path, True, False, (), (), (), None))
@@ -93,20 +91,36 @@ def _read_one(source: Source, tables: Tables, chunk: Chunk) -> None:
         )
 
 
-def _chunks(sources: Sequence[Source], jobs: int) -> Iterator[Chunk]:
-    """Chunks as they are read, in order. Other processes are started afresh, never forked from this one: it may have threads."""
-    size = max(1, min(CHUNK_FILES, len(sources) // (jobs * 4)))
+def _chunks(sources: Sequence[Source], jobs: int, tables: Tables) -> Iterator[Chunk]:
+    """Chunks as they are read, in any order."""
+    size = max(1, min(CHUNK_FILES, len(sources) // (jobs * 8)))
     parts = [sources[at : at + size] for at in range(0, len(sources), size)]
     many = len(sources) >= POOL_FROM_FILES or sum(source.size_bytes for source in sources) >= POOL_FROM_BYTES
-    if jobs < 2 or len(parts) < 2 or not many:
-        yield from map(read_chunk, parts)
-        return
-    context = multiprocessing.get_context("spawn")
-    try:
-        with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=context) as pool:
-            yield from pool.map(read_chunk, parts)
-    except BrokenProcessPool as error:
-        raise StorageError("a process that reads dumps was killed, maybe for lack of memory; try --jobs 1") from error
+    if jobs > 1 and len(parts) > 1 and many:
+        yield from _shared_out(parts, jobs)
+    else:
+        yield from (read_chunk(part, tables) for part in parts)
+
+
+def _shared_out(parts: Sequence[Sequence[Source]], jobs: int) -> Iterator[Chunk]:
+    """Chunks read by this process and others. Those are started afresh, never forked from this one: it may have threads."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    with ProcessPoolExecutor(min(jobs, len(parts)) - 1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            futures = [pool.submit(read_chunk, part) for part in parts]
+            # The others begin at the front; meanwhile this one takes from the end what none of them has begun.
+            for part, future in zip(reversed(parts), reversed(futures), strict=True):
+                if future.cancel():
+                    yield read_chunk(part)
+            yield from (future.result() for future in futures if not future.cancelled())
+        except BrokenProcessPool as error:
+            raise StorageError(
+                "a process that reads dumps was killed, maybe for lack of memory; try --jobs 1"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class _Merge:
@@ -123,6 +137,7 @@ class _Merge:
     def add(self, chunk: Chunk) -> None:
         groups = [self.tables.group(group) for group in chunk.groups]
         operations = [self.tables.operation(operation) for operation in chunk.operations]
+        is_ours = groups == list(range(len(groups))) and operations == list(range(len(operations)))
         self.unreadable += chunk.unreadable
         self.not_dumps += chunk.not_dumps
         self.notes += [note for note in chunk.notes if note not in self.notes][: max(0, MAX_NOTES - len(self.notes))]
@@ -134,7 +149,7 @@ class _Merge:
                 )
                 if len(known.parts) >= len(state.parts):
                     continue
-            self.ranks[state.rank] = self._state(state, groups, operations)
+            self.ranks[state.rank] = state if is_ours else self._state(state, groups, operations)
 
     def _state(self, state: RankState, groups: list[int], operations: list[int]) -> RankState:
         """A state whose numbers are those of the tables here, and whose equal texts are one."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from keepstep.records.flightrecorder import UNKNOWN, Operation, Part, RankState, Transfer, Wait
-from keepstep.sources.flightrecorder.dump import Configured, Dump, Status, text
+from keepstep.sources.flightrecorder.dump import MAX_NAME, Configured, Dump, Status, text
 
 RECENT = 8
-"""Operations of a group that are kept, half of them from before the first open one; two of a group with nothing open."""
+"""Operations of a group with an open one that are kept, half of them from before it."""
 MAX_WAITS = 12
 MAX_TRANSFERS = 256
 MAX_RANKS = 1 << 20
 MAX_TENSORS = 4096
+MAX_DIMENSIONS = 64
+MAX_SIZE = 1 << 48
 MAX_FRAMES = 64
 MAX_SEQUENCE = 1 << 62
 DEFAULT_GROUP = "default_pg"
@@ -26,6 +29,7 @@ _NOT_THE_USERS = re.compile(r"(?:^|/)torch/|<frozen |<string>")
 _INPUTS = re.compile(r"all_?reduce|_?reduce")
 _OUTPUTS = re.compile(r"_?all_?gather|broadcast")
 """Operations whose inputs, or outputs, have together the same size on all ranks."""
+_INT = frozenset({int})
 _UNLIKE = re.compile(r"coalesced|_oop")
 """Several operations in one, or a part of one: sizes differ between ranks."""
 
@@ -172,6 +176,8 @@ def _names_by_order(dump: Dump, tracks: dict[int, _Track]) -> dict[int, Configur
 
     Between two groups whose name and number are known, as many names as numbers are one to one; else nothing is known of them.
     """
+    if dump.status.keys() <= tracks.keys():
+        return {}
     names = sorted((name for name in dump.groups if name.isdecimal() and len(name) < 10), key=int)
     if len(names) < len(dump.groups):
         return {}
@@ -203,18 +209,9 @@ def _part(track: _Track, group: int, entries: list[Any], tables: Tables) -> tupl
     enqueued = max(enqueued, completed, track.before or UNKNOWN)
     opened = {s: i for s, i in _newest_first(track) if s > completed}
     first_open = min(opened, default=completed + 1 if enqueued > completed else UNKNOWN)
-    since = first_open - RECENT // 2 if first_open != UNKNOWN else enqueued - 1
-    by_sequence: dict[int, list[int]] = {}
-    for sequence, index in _newest_first(track):
-        if since <= sequence < since + RECENT:
-            by_sequence.setdefault(sequence, []).append(index)
-        elif sequence < since:
-            break
-    recent = [
-        tables.operation(_operation([entries[i] for i in by_sequence[s]])) if s in by_sequence else UNKNOWN
-        for s in range(since, max(by_sequence, default=since - 1) + 1)
-    ]
-    part = Part(group, first_open, enqueued, completed, by_status, bool(track.transfers), since, tuple(recent))
+    since = first_open - RECENT // 2
+    recent = () if first_open == UNKNOWN else _recent(track, since, entries, tables)
+    part = Part(group, first_open, enqueued, completed, by_status, bool(track.transfers), since, recent)
     if first_open == UNKNOWN:
         return part, []
     index = opened.get(first_open, len(entries))
@@ -223,41 +220,60 @@ def _part(track: _Track, group: int, entries: list[Any], tables: Tables) -> tupl
     return part, [(index, Wait(group, first_open, operation, (), _is_started(entry), where(entry)))]
 
 
+def _recent(track: _Track, since: int, entries: list[Any], tables: Tables) -> tuple[int, ...]:
+    """Operations (numbers) of RECENT sequence numbers, less those at the end that were not issued."""
+    by_sequence: dict[int, list[int]] = {}
+    for sequence, index in _newest_first(track):
+        if since <= sequence < since + RECENT:
+            by_sequence.setdefault(sequence, []).append(index)
+        elif sequence < since:
+            break
+    return tuple(
+        _operation([entries[i] for i in by_sequence[s]], tables) if s in by_sequence else UNKNOWN
+        for s in range(since, max(by_sequence, default=since - 1) + 1)
+    )
+
+
 def _newest_first(track: _Track) -> Iterator[tuple[int, int]]:
     return zip(reversed(track.sequences), reversed(track.at), strict=True)
 
 
-def _operation(entries: list[dict[Any, Any]]) -> Operation:
-    """What a collective is; several entries with one sequence number were issued as one (see torch issue 139280)."""
+def _operation(entries: list[dict[Any, Any]], tables: Tables) -> int:
+    """What a collective is (its number); several entries with one sequence were issued as one (see pytorch issue 139280)."""
     if len(entries) != 1:
-        return Operation("")
-    backend, _, name = text(entries[0]["profiling_name"]).partition(":")
+        return tables.operation(Operation(""))
+    name, sizes_key, dtypes_key = _alike(entries[0]["profiling_name"][:MAX_NAME])
+    if sizes_key is None:
+        return tables.operation(Operation(name))
+    sizes, dtypes = entries[0].get(sizes_key), entries[0].get(dtypes_key)
+    dtype = dtypes[0] if type(dtypes) is list and dtypes and type(dtypes[0]) is str else ""
+    return tables.operation(Operation(name, _elements(sizes), text(dtype) or None))
+
+
+@functools.lru_cache(maxsize=512)
+def _alike(profiling_name: str) -> tuple[str, str | None, str | None]:
+    """Name of an operation without its backend, and the fields that are alike on all ranks; None where there are none."""
+    backend, _, name = text(profiling_name).partition(":")
     name = name or backend
-    if _UNLIKE.search(name):
-        return Operation(name)
-    for pattern, side in ((_INPUTS, "input"), (_OUTPUTS, "output")):
-        if pattern.match(name):
-            dtypes = entries[0].get(f"{side}_dtypes")
-            dtype = text(dtypes[0]) if type(dtypes) is list and dtypes else None
-            return Operation(name, _elements(entries[0].get(f"{side}_sizes")), dtype or None)
-    return Operation(name)
+    if not _UNLIKE.search(name):
+        for pattern, side in ((_INPUTS, "input"), (_OUTPUTS, "output")):
+            if pattern.match(name):
+                return name, f"{side}_sizes", f"{side}_dtypes"
+    return name, None, None
 
 
 def _elements(sizes: Any) -> int | None:
-    """Elements of all tensors together, from the list of their shapes."""
+    """Elements of all tensors together, from the list of their shapes; None for what is no list of shapes."""
     if type(sizes) is not list or len(sizes) > MAX_TENSORS:
         return None
     total = 0
     for shape in sizes:
-        if type(shape) not in (list, tuple) or len(shape) > 64:
+        if type(shape) not in (list, tuple) or len(shape) > MAX_DIMENSIONS or not {*map(type, shape)} <= _INT:
             return None
-        product = 1
-        for size in shape:
-            if type(size) is not int or not 0 <= size < 1 << 48:
-                return None
-            product *= size
-        total += product
-    return total
+        if shape and not 0 <= min(shape) <= max(shape) < MAX_SIZE:
+            return None
+        total += math.prod(shape)
+    return total if 0 <= total < MAX_SEQUENCE else None
 
 
 def _is_started(entry: dict[Any, Any]) -> bool:
@@ -267,7 +283,8 @@ def _is_started(entry: dict[Any, Any]) -> bool:
 def _is_timed(dump: Dump) -> bool:
     if any(status.started >= 0 for status in dump.status.values()):
         return True
-    return any(type(entry) is dict and _is_started(entry) for entry in dump.entries[-64:])
+    # With a summary that tells of no start there are none.
+    return not dump.status and any(type(entry) is dict and _is_started(entry) for entry in dump.entries[-64:])
 
 
 # ---- transfers
@@ -340,6 +357,6 @@ def _last(dump: Dump, tracks: dict[int, _Track], tables: Tables) -> Wait | None:
             continue
         sequence = entry.get("p2p_seq_id" if entry.get("is_p2p") is True else "collective_seq_id")
         if type(sequence) is int and 0 <= sequence < MAX_SEQUENCE:
-            operation = tables.operation(_operation([entry]))
+            operation = _operation([entry], tables)
             return Wait(tables.group(track.group), sequence, operation, (), _is_started(entry), where(entry))
     return None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
-from keepstep.sources.joblog import cycles, elastic, exceptions, stacks
+from keepstep.sources.joblog import calls, cycles, elastic, exceptions, stacks
 
 Reader = Callable[[Document, Catalog], Iterator[Event]]
 
@@ -28,6 +28,7 @@ class BlockReader(NamedTuple):
 BLOCK_READERS: tuple[BlockReader, ...] = (
     BlockReader("Python exceptions", exceptions.TRIGGERS, exceptions.read_exceptions),
     BlockReader("elastic failures", elastic.TRIGGERS, elastic.read_failures),
+    BlockReader("calls of ranks", calls.TRIGGERS, calls.read_calls),
     BlockReader("stacks", stacks.TRIGGERS, stacks.read_stacks),
     BlockReader("cycle summaries", cycles.CYCLE_TRIGGERS, cycles.read_cycles),
     BlockReader("dump listing", cycles.DUMP_TRIGGERS, cycles.read_dump_listing),

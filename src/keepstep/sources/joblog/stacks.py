@@ -16,7 +16,9 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
 
-TRIGGERS = ("most recent call first", "(idle)", "(active", "Stack trace of the failed collective", "py-spy")
+_SECTION = re.compile(r"(?i)^\W{0,4}(?:host )?rank[ =_]?(?P<rank>\d{1,7})\b[^\n]{0,20}\b(?:stack|py-spy|backtrace)\b")
+
+TRIGGERS = ('  File "', "most recent call first", "(idle)", "(active", "Stack trace of the failed collective", "py-spy")
 MAX_STACKS = 5000
 MAX_FRAMES = 200
 
@@ -87,16 +89,19 @@ def read_stacks(document: Document, catalog: Catalog) -> Iterator[Event]:
 
 def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
     """Stacks of main threads, innermost frame first. Of a dump without a named main thread the last thread is the main one."""
-    begun: Line | None = None
+    titled = bool(document.lines) and _SECTION.match(document.title) is not None
+    begun: Line | None = _owned(document.lines[0], document.title) if titled else None
     frames: list[StackFrame] = []
-    note = ""
-    for line in document.lines:
+    note = "main" if titled else ""
+    if begun is not None and (frame := _frame(begun.text)) is not None:
+        frames.append(frame)
+    for line in document.lines[1 if titled else 0 :]:
         text = line.text
         header = _header(text)
         if header is not None:
             if begun is not None:
                 yield begun, frames, note
-            begun, frames, note = line, [], header
+            begun, frames, note = _owned(line, text), [], header
             continue
         if begun is None:
             short = _SHORT.search(text) if "py-spy: " in text else None
@@ -115,6 +120,12 @@ def _stacks(document: Document) -> Iterator[tuple[Line, list[StackFrame], str]]:
         yield begun, frames, note
 
 
+def _owned(line: Line, header: str) -> Line:
+    """The line as one of the rank that a heading names."""
+    match = _SECTION.match(header)
+    return line._replace(rank=int(match["rank"])) if match is not None else line
+
+
 def _header(text: str) -> str | None:
     """Which thread begins here: "main", "other", or "torch" for the stack of a collective. None: no header."""
     if "Thread" in text or "thread 0x" in text:
@@ -124,6 +135,8 @@ def _header(text: str) -> str | None:
         match = _PYSPY.search(text)
         if match is not None:
             return "main" if match["name"] in (None, "MainThread") else "other"
+    if "stack" in text and _SECTION.match(text) is not None:
+        return "main"
     return "torch" if "Stack trace of the failed" in text and _TORCH.search(text) else None
 
 
