@@ -65,11 +65,11 @@ def check_contradicted(events: Sequence[Event], catalog: Catalog) -> list[Event]
 
 
 def drilled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """Faults that somebody injected, after which the job made steps again."""
+    """Faults that somebody injected, after which the job made steps again; nothing of them need be seen."""
     facts = _of(events, "drill.fact")
     steps = [e for e in events if e.kind == PROGRESS][:MOST]
     failing = _failing(events, catalog)
-    if not facts or not steps or not failing:
+    if not facts or not steps:
         return []
     begin = min(facts, key=lambda e: e.evidence.line)
     # The step counter stands for a series: where it ends counts.
@@ -77,7 +77,9 @@ def drilled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     at = last.attrs.get("before_last_order", last.order)
     after = [f for f in failing if not _before_steps(f, last, at)]
     early = [f for f in failing if follows(f, begin) and f.evidence.line != begin.evidence.line]
-    return [] if after or early or last.count < 2 else [derive(catalog, "derived.drill_over", _ending(last), placed=False)]
+    if after or early or last.count < 2 or not _before_steps(begin, last, at):
+        return []
+    return [derive(catalog, "derived.drill_over", end_of(last), placed=False)]
 
 
 def _before_steps(failure: Event, last: Event, at: object) -> bool:
@@ -86,11 +88,6 @@ def _before_steps(failure: Event, last: Event, at: object) -> bool:
         return True
     same = (failure.evidence.path, failure.source) == (last.evidence.path, last.source)
     return same and isinstance(at, int) and failure.order < at
-
-
-def _ending(series: Event) -> Event:
-    """A series of steps as it stands at its end, so that what lies within it counts as before."""
-    return end_of(series)
 
 
 def devices_back(events: Sequence[Event], catalog: Catalog) -> list[Event]:

@@ -126,7 +126,10 @@ def rate_jumps(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def other_works(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What fails around saves and loads with this build or setting, and works with another."""
-    about = any(e.signature.startswith(("ckpt.", "job.saving", "job.loading")) for e in events)
+    about = any(
+        e.signature.startswith(("ckpt.", "job.saving", "job.loading")) and e.signature != "ckpt.other_works"
+        for e in events
+    )
     failed = [e for e in events if catalog[e.signature].role in ("root", "symptom", "cascade") and e.severity != "info"]
     if not about or not failed:
         return []
@@ -218,6 +221,18 @@ def first_launch(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.ckpt.first_launch", start)]
 
 
+def began_anew(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A run that saved, and in its next life found nothing to load and counts from the beginning."""
+    steps = [e for e in events if e.kind == PROGRESS][:MOST]
+    saves = _of(events, "job.saving", "ckpt.announced", "ckpt.committed")
+    for start in _of(events, "ckpt.fresh_start", "ckpt.none_yet"):
+        before = [number(e.attrs.get("last_step")) or 0 for e in steps if follows(e, start)]
+        after = [n for e in steps if follows(start, e) and (n := number(e.attrs.get("first_step"))) is not None]
+        if before and after and min(after) < max(before) and any(follows(e, start) for e in saves):
+            return [derive(catalog, "derived.ckpt.fresh_over_existing", start, attrs={"newest": max(before)})]
+    return []
+
+
 RESUME_RULES = (
     saves_repeat,
     data_again,
@@ -226,6 +241,7 @@ RESUME_RULES = (
     write_passed,
     out_for_all,
     nan_again,
+    began_anew,
     first_launch,
 )
 """In the order they run, after those on checkpoints and schedulers."""
