@@ -270,6 +270,13 @@ class TestActions:
         seen = [judge([event(name, 0, node=NODE, gpu=GPU)], CATALOG).seen[0] for name in tested]
         assert [r.name for r in HARD_RULES if not any(r.applies(s) for s in seen)] == []
 
+    @pytest.mark.parametrize("code", [31, "31"], ids=["number", "text"])
+    def test_an_application_xid_is_known_by_its_code_whatever_the_entry_and_the_type(self, code: object) -> None:
+        seen = judge([event("gpu.gone", 0, node=NODE, gpu=GPU, attrs={"xid": code})], CATALOG).seen[0]
+        assert [r.name for r in HARD_RULES if r.applies(seen)] == ["application_xid"]
+        other = judge([event("gpu.gone", 0, node=NODE, gpu=GPU, attrs={"xid": 79})], CATALOG).seen[0]
+        assert not any(r.applies(other) for r in HARD_RULES)
+
     def test_firmware_or_silicon_of_one_gpu_gets_its_reset_whichever_it_is(self) -> None:
         verdict = attribute([event("gpu.firmware", 0, node=NODE, gpu=GPU)], CATALOG)
         assert verdict.fault_class in ("hardware", "framework") and verdict.action == "reset_gpu"

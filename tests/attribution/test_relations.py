@@ -26,6 +26,16 @@ def test_an_injected_fault_with_no_step_after_it_is_no_drill_that_went_well() ->
     assert "derived.drill" not in conclusions(INJECTED)
 
 
+def test_a_fault_before_a_drill_was_spoken_of_is_real() -> None:
+    real = lines(
+        "kernel: NVRM: Xid (PCI:0000:1b:00): 79, pid=0, GPU has fallen off the bus.",
+        "# chaos experiment planned for next week",
+        "step 100 loss 2.0",
+        "step 101 loss 2.0",
+    )
+    assert verdict_of(real).action == "cordon_node"
+
+
 STOPPED = lines(
     "2031-01-02 02:00:00 slurmstepd: error: *** JOB 77 ON n4 CANCELLED AT 2031-01-02T02:00:00 DUE TO PREEMPTION ***",
     "2031-01-02 02:00:01 torch.distributed.elastic.multiprocessing.api.SignalException: Process 88 got signal: 15",

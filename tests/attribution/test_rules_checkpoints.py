@@ -129,6 +129,14 @@ class TestResume:
         one = event("ckpt.value_compare", 1, before=before, after=after, text=text)
         assert told(rules.value_differs, one) == (["derived.ckpt.value_differs"] if differs else [])
 
+    def test_ranks_that_restored_another_position(self) -> None:
+        def restored(rank: int, value: str, second: float = 1) -> Event:
+            return event("ckpt.rank_restored", second, rank=rank, what="epoch", value=value)
+
+        assert told(rules.state_differs, restored(0, "3"), restored(1, "0")) == ["derived.ckpt.state_differs"]
+        assert not told(rules.state_differs, restored(0, "3"), restored(1, "3"))
+        assert not told(rules.state_differs, restored(0, "3"), restored(1, "3"), restored(0, "5", 9))  # a later attempt
+
     def test_state_dicts(self) -> None:
         loaded = event("ckpt.state_dict_loaded", 1, state="{'n': 100}")
         assert told(rules.value_differs, loaded, event("ckpt.state_dict_now", 2, state="{'n': 0}"))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner, Result
 
+from keepstep.cli.hang import HEADLINES
 from keepstep.cli.main import main
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import Cycle, RankPlace
+from keepstep.records.hang import HangKind
 from tests.hang.jobs import Groups, Op, Rank, dump, write
 
 ALL = Groups({"0": "default_pg"}, {"0": (0, 1, 2)})
@@ -128,3 +131,8 @@ def test_many_culprits_are_cut_and_it_is_said(tmp_path: Path) -> None:
     done = hang(tmp_path, "-o", "table")
     assert "showing 20 of 25 culprits" in done.stderr
     assert hang(tmp_path, "-o", "wide").stdout.count("35 other ranks wait") == 25
+
+
+def test_the_kinds_that_scripts_may_rely_on() -> None:
+    assert get_args(HangKind) == ("absent_rank", "desync", "mismatch", "slow_rank", "no_fault")
+    assert set(HEADLINES) == set(get_args(HangKind))

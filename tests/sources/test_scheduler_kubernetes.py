@@ -228,6 +228,11 @@ class TestNodes:
 
 
 class TestTables:
+    def test_rows_of_pods_without_the_header(self) -> None:
+        event = one("train  worker-3  0/1  OOMKilled  2 (5m ago)  3h  10.0.0.7  node-b  <none>\n", "k8s.oom_killed")
+        assert (event.node, event.attrs["pod"], event.attrs["restarts"]) == ("node-b", "worker-3", 2)
+        assert signatures("worker-3   1/1   Running   0   3h\nworker-4 was OOMKilled 2 times in 3h\n") == []
+
     def test_pods_with_where_they_are(self) -> None:
         text = (
             "NAMESPACE   NAME   READY   STATUS              RESTARTS       AGE   IP         NODE\n"

@@ -58,6 +58,11 @@ class TestSacct:
         assert event.attrs["code"] == 0
         assert "signal" not in event.attrs  # 125 is Slurm's mark, no signal
 
+    def test_memory_beside_the_job_is_not_that_of_the_job(self) -> None:
+        text = "JobID|State|ExitCode\n7|COMPLETED|0:0\n7.extern|OUT_OF_MEMORY|0:125\n"
+        assert signatures(text) == ["slurm.job_completed"]
+        assert "slurm.job_oom" in signatures("JobID|State|ExitCode\n7.0|OUT_OF_MEMORY|0:125\n")
+
     def test_a_headless_table_is_read_by_its_command(self) -> None:
         text = "$ sacct -n -P -X --format=State,JobID,NodeList\nTIMEOUT|7|n1\n$ squeue -h -o '%i|%T|%N'\n8|RUNNING|n2\n"
         assert signatures(text) == ["slurm.job_time_limit", "slurm.job_running"]

@@ -31,8 +31,12 @@ class HardRule(NamedTuple):
 
 
 def _xid(*codes: int) -> Callable[[Seen], bool]:
-    ids = {f"xid.{code}" for code in codes}
-    return lambda one: one.entry.id in ids or (one.entry.kind == "gpu.xid" and one.event.attrs.get("xid") in codes)
+    """Signs of one of the codes, by the entry or a variant of it, or by the code of an event that another entry was made for."""
+    known = {str(code) for code in codes}
+    return lambda one: (
+        (one.entry.id.startswith("xid.") and one.entry.id.split(".")[1] in known)
+        or (one.entry.kind == "gpu.xid" and str(one.event.attrs.get("xid")) in known)
+    )
 
 
 def _id_has(*words: str) -> Callable[[Seen], bool]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from keepstep.attribution.hang.waiting import Meeting
-from keepstep.attribution.hang.world import World, operation_of
+from keepstep.attribution.hang.world import World, next_of, operation_of
 from keepstep.records.flightrecorder import UNKNOWN, Operation, Part
 
 
 class Dispute(NamedTuple):
-    """Ranks that called something else than most did; on a tie all of them. `called`: what each rank called, where that is known.
+    """Ranks that called something else than most did; on a tie all of them. `called`: what each rank called, where it is known.
 
     `out_of_order`: one side's operation is one of the other's at another place: the ranks have lost step.
     """
@@ -22,10 +23,38 @@ class Dispute(NamedTuple):
     out_of_order: bool
 
 
-def dispute(world: World, meeting: Meeting) -> Dispute | None:
+class Standing(NamedTuple):
+    """How far the members of a group are. `nexts`: of each the first collective that it has not completed, in order of number.
+
+    `calls`: by sequence number, what members are known to have called (number), by rank.
+    """
+
+    nexts: list[int]
+    calls: dict[int, dict[int, int]]
+
+
+def standing_of(world: World, group: int) -> Standing:
+    """The standing of a group; made once for all its meetings, which may be as many as it has members."""
+    calls: dict[int, dict[int, int]] = defaultdict(dict)
+    members = world.snapshot.groups[group].ranks
+    for rank in members:
+        part = world.parts[group].get(rank)
+        if part is not None:
+            for place, number in enumerate(part.recent):
+                calls[part.since + place][rank] = number
+    return Standing(sorted(next_of(world, group, rank) for rank in members), calls)
+
+
+def completed_by(standing: Standing, sequence: int) -> int:
+    """How many members have completed a collective."""
+    return len(standing.nexts) - bisect_right(standing.nexts, sequence)
+
+
+def dispute(world: World, meeting: Meeting, standing: Standing) -> Dispute | None:
     """What the members of a meeting disagree about; None when they agree, as far as dumps tell."""
-    called = {rank: operation_of(world, number) for rank, number in _called(world, meeting).items()}
-    called = {rank: operation for rank, operation in called.items() if _is_comparable(operation)}
+    numbers = standing.calls.get(meeting.sequence, {}) | {r: world.heads[r].operation for r in meeting.waiting}
+    operations = {rank: operation_of(world, number) for rank, number in sorted(numbers.items())}
+    called = {rank: operation for rank, operation in operations.items() if _is_comparable(operation)}
     counts = Counter(called.values()).most_common()
     if len(counts) < 2 or all(agree(counts[0][0], other) for other, _ in counts[1:]):
         return None
@@ -48,17 +77,6 @@ def agree(one: Operation, other: Operation) -> bool:
 def _is_comparable(operation: Operation) -> bool:
     """Operations that were issued as one are recorded differently on ranks that do the same (pytorch issue 139280)."""
     return operation.name != "" and "coalesced" not in operation.name
-
-
-def _called(world: World, meeting: Meeting) -> dict[int, int]:
-    called: dict[int, int] = {}
-    parts = world.parts[meeting.group]
-    for rank in world.snapshot.groups[meeting.group].ranks:
-        part = parts.get(rank)
-        if part is not None:
-            called[rank] = _at(part, meeting.sequence)
-    called |= {rank: world.heads[rank].operation for rank in meeting.waiting}
-    return {rank: number for rank, number in called.items() if number != UNKNOWN}
 
 
 def _at(part: Part, sequence: int) -> int:

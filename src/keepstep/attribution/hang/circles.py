@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 from keepstep.attribution.hang.waiting import Graph, Node, is_circular
 from keepstep.attribution.hang.world import NEVER, World, next_of
 
-MAX_TRIED = 64
+MAX_TRIED = 16
+MAX_COMPARED = 8
+"""Of the ranks that wait at one place."""
 Place = tuple[int, int, int]
 """Group and sequence of the operation that a rank waits in; of a transfer the rank too, as ranks count transfers for themselves."""
 
@@ -48,7 +50,7 @@ def _is_strange(world: World, rank: int, crowd: list[int]) -> bool:
 
     A kind is all groups of one description: those that divide the ranks in the same way.
     """
-    others = [other for other in crowd if other != rank]
+    others = [other for other in crowd[: MAX_COMPARED + 1] if other != rank]
     if len(others) < 2:
         return False
     mine, first, *rest = (_done(world, who) for who in (rank, *others))

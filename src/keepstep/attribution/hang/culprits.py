@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from keepstep.attribution.hang.agreement import agree, dispute
+from keepstep.attribution.hang.agreement import Standing, agree, completed_by, dispute, standing_of
 from keepstep.attribution.hang.circles import out_of_step, place_of
-from keepstep.attribution.hang.waiting import Graph, Meeting, Node, ends, late_for, make_graph
+from keepstep.attribution.hang.waiting import Graph, Meeting, Node, ends, is_here, make_graph, waiters_of
 from keepstep.attribution.hang.wording import (
     count_text,
     group_name,
@@ -119,25 +119,28 @@ def _culprit(world: World, accused: Accused, places: Mapping[int, RankPlace]) ->
 
 
 def _accused(world: World, graph: Graph, notes: list[str]) -> Iterator[Accused]:
-    late = late_for(graph)
-    waited_for = {node for targets in graph.edges.values() for node in targets}
+    waiters = waiters_of(graph)
+    standings: dict[int, Standing] = {}
     for end in ends(world, graph):
         if len(end) > 1:
             yield from _circle(world, graph, end)
         elif end[0] >= 0:
-            if end[0] in waited_for:
-                yield _rank_at_the_end(world, graph, end[0], late)
+            if end[0] in waiters:
+                yield _rank_at_the_end(world, graph, end[0], waiters[end[0]])
         else:
             meeting = graph.meetings[-1 - end[0]]
-            yield from _meeting_at_the_end(world, graph, meeting, late, notes)
+            standing = standings.get(meeting.group) or standing_of(world, meeting.group)
+            standings[meeting.group] = standing
+            yield from _meeting_at_the_end(world, graph, meeting, standing, waiters, notes)
 
 
-def _largest(graph: Graph, meetings: list[int]) -> Meeting | None:
-    """The meeting in which most ranks wait, the earliest of these."""
-    return max((graph.meetings[i] for i in meetings), key=lambda m: len(m.waiting), default=None)
+def _largest(graph: Graph, waiters: list[Node]) -> Meeting | None:
+    """Of the meetings among these the one in which most ranks wait, the earliest of those."""
+    meetings = (graph.meetings[-1 - node] for node in waiters if node < 0)
+    return max(meetings, key=lambda m: len(m.waiting), default=None)
 
 
-def _rank_at_the_end(world: World, graph: Graph, rank: int, late: dict[int, list[int]]) -> Accused:
+def _rank_at_the_end(world: World, graph: Graph, rank: int, waiters: list[Node]) -> Accused:
     """A rank that others wait for and that waits for nobody."""
     state, head = world.states.get(rank), world.heads.get(rank)
     if state is None or (state.empty and not state.parts):
@@ -148,9 +151,9 @@ def _rank_at_the_end(world: World, graph: Graph, rank: int, late: dict[int, list
         what = "this rank has nothing unfinished"
         what += f"; the last it did was {wait_text(world, state.last)}" if state.last is not None else ""
         what += "; its dump holds no operation" if state.empty else ""
-    meeting = _largest(graph, late.get(rank, []))
+    meeting = _largest(graph, waiters)
     if meeting is None:
-        return _sender_at_the_end(world, rank, what)
+        return _sender_at_the_end(world, rank, waiters, what)
     return _absent(world, rank, meeting, what)
 
 
@@ -172,44 +175,43 @@ def _absent(world: World, rank: int, meeting: Meeting, what: str) -> Accused:
     return Accused(kind, rank, why, meeting.group, named, meeting.sequence, len(meeting.waiting))
 
 
-def _sender_at_the_end(world: World, rank: int, what: str) -> Accused:
-    """A rank that others wait for only in sends and receives."""
-    waiting = [
-        (other, head)
-        for other, head in world.heads.items()
-        if any(transfer.peer == rank for transfer in head.transfers)
-    ]
-    waiting.sort(key=lambda item: (all(t.sends for t in item[1].transfers if t.peer == rank), item[0]))
-    other, head = waiting[0]
+def _sender_at_the_end(world: World, rank: int, waiters: list[Node], what: str) -> Accused:
+    """A rank that others wait for only in sends and receives; who receives is the better witness."""
+
+    def only_sends(other: int) -> bool:
+        return all(t.sends for t in world.heads[other].transfers if t.peer == rank)
+
+    other = min(waiters, key=lambda node: (only_sends(node), node))
+    head = world.heads[other]
     why = f"rank {other} waits in {wait_text(world, head)}; {what}"
     operation = operation_of(world, head.operation).name or None
-    return Accused("absent_rank", rank, why, head.group, operation, head.sequence, len(waiting))
+    return Accused("absent_rank", rank, why, head.group, operation, head.sequence, len(waiters))
 
 
 def _meeting_at_the_end(
-    world: World, graph: Graph, meeting: Meeting, late: dict[int, list[int]], notes: list[str]
+    world: World, graph: Graph, meeting: Meeting, standing: Standing, waiters: dict[int, list[Node]], notes: list[str]
 ) -> Iterator[Accused]:
     """A collective that all members have come to, which is not over for some of them."""
-    disagree = dispute(world, meeting)
+    disagree = dispute(world, meeting, standing)
     if disagree is not None:
         kind: HangKind = "desync" if disagree.out_of_order else "mismatch"
+        examples = {theirs: other for other, theirs in reversed(disagree.called.items())}
         for rank, operation in sorted(disagree.odd.items()):
-            other = next(r for r, theirs in sorted(disagree.called.items()) if not agree(theirs, operation))
-            yield _differs(world, meeting, kind, rank, operation, other, disagree.called[other])
+            theirs = next(one for one in examples if not agree(one, operation))
+            yield _differs(world, meeting, kind, rank, operation, examples[theirs], theirs)
         return
-    members = world.snapshot.groups[meeting.group].ranks
-    done = [rank for rank in members if next_of(world, meeting.group, rank) > meeting.sequence]
+    done = completed_by(standing, meeting.sequence)
     timed = all(rank in world.states and world.states[rank].timed for rank in meeting.waiting)
     unstarted = [rank for rank in meeting.waiting if not world.heads[rank].started]
-    if done and len(meeting.waiting) <= len(done):
+    if done and len(meeting.waiting) <= done:
         for rank in meeting.waiting:
-            yield _stuck(world, graph, meeting, rank, done, late)
+            yield _stuck(world, graph, meeting, rank, done, waiters)
     elif timed and not done and 0 < len(unstarted) < len(meeting.waiting):
         for rank in unstarted:
             yield _unstarted(world, meeting, rank, len(meeting.waiting) - len(unstarted))
     elif not world.snapshot.groups[meeting.group].told:
         for rank in meeting.waiting:
-            ahead = _largest(graph, late.get(rank, []))
+            ahead = _largest(graph, waiters.get(rank, []))
             if ahead is not None:
                 what = (
                     f"it is in {wait_text(world, world.heads[rank])}, and no dump tells who else belongs to that group"
@@ -224,12 +226,12 @@ def _meeting_at_the_end(
 
 
 def _stuck(
-    world: World, graph: Graph, meeting: Meeting, rank: int, done: list[int], late: dict[int, list[int]]
+    world: World, graph: Graph, meeting: Meeting, rank: int, done: int, waiters: dict[int, list[Node]]
 ) -> Accused:
     """A rank that has not completed what others have; it may have fallen behind in what it issues, too."""
-    others = f"{len(done)} of {count_text(len(done) + len(meeting.waiting))} have completed it"
+    others = f"{done} of {count_text(done + len(meeting.waiting))} have completed it"
     what = f"it does not get over {wait_text(world, world.heads[rank])}, although {others}: its GPU or the process is stuck"
-    ahead = _largest(graph, [i for i in late.get(rank, []) if graph.meetings[i].waiting])
+    ahead = _largest(graph, waiters.get(rank, []))
     if ahead is not None:
         return _absent(world, rank, ahead, what)
     operation = operation_of(world, meeting.wait.operation).name or None
@@ -250,7 +252,7 @@ def _differs(
 ) -> Accused:
     def at_line(who: int) -> str:
         head = world.heads.get(who)
-        return f", at {head.where}" if head is not None and head.where and who in meeting.waiting else ""
+        return f", at {head.where}" if head is not None and head.where and is_here(world, who, meeting) else ""
 
     why = (
         f"as collective {meeting.sequence} of group {group_name(world.snapshot.groups[meeting.group])} this rank calls "
@@ -264,9 +266,10 @@ def _circle(world: World, graph: Graph, end: list[Node]) -> Iterator[Accused]:
     """Ranks that wait for each other in different operations."""
     ranks = sorted(node for node in end if node >= 0)
     odd = out_of_step(world, graph, end)
+    examples = {place_of(world, rank): rank for rank in reversed(ranks)}
     for rank in odd:
         head = world.heads[rank]
-        across = next((r for r in ranks if place_of(world, r) != place_of(world, rank)), rank)
+        across = next((r for place, r in examples.items() if place != place_of(world, rank)), rank)
         why = (
             f"ranks wait for each other: this rank in {wait_text(world, head)}; "
             f"rank {across} in {wait_text(world, world.heads[across])} (in the circle: {ranks_text(ranks)})"

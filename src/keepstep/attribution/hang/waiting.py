@@ -188,11 +188,11 @@ def _components(edges: dict[Node, list[Node]]) -> list[list[Node]]:
     return found
 
 
-def late_for(graph: Graph) -> dict[int, list[int]]:
-    """By rank, the meetings (index) that wait for it directly. Transfers are not among them."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(graph.meetings)):
-        for node in graph.edges.get(meeting_node(index), ()):
-            if node >= 0:
-                found[node].append(index)
+def waiters_of(graph: Graph) -> dict[int, list[Node]]:
+    """By rank, the meetings that wait for it directly, and the ranks that do in sends and receives."""
+    found: dict[int, list[Node]] = defaultdict(list)
+    for node, targets in graph.edges.items():
+        for target in targets:
+            if target >= 0:
+                found[target].append(node)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from keepstep.attribution.hang.world import World, group_of, operation_of
 from keepstep.records.flightrecorder import Group, Operation, Wait
@@ -38,11 +38,11 @@ def wait_text(world: World, wait: Wait, *, line: bool = True) -> str:
     return f"{name} {wait.sequence} of group {group_name(group_of(world, wait))}{place}"
 
 
-def ranks_text(ranks: Collection[object]) -> str:
+def ranks_text(ranks: Sequence[object]) -> str:
     """ "3, 5, 7", and how many more."""
-    names = [str(rank) for rank in ranks]
-    if len(names) > SHOWN_RANKS:
-        names = [*names[:SHOWN_RANKS], f"{len(names) - SHOWN_RANKS} more"]
+    names = [str(rank) for rank in ranks[:SHOWN_RANKS]]
+    if len(ranks) > SHOWN_RANKS:
+        names.append(f"{len(ranks) - SHOWN_RANKS} more")
     return ", ".join(names)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.gpu_levels import gpu_levels
@@ -18,6 +19,7 @@ from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES,
 from keepstep.attribution.rules.monitors import latched
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
+from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.attribution.rules.xid import degrading, xids
@@ -39,6 +41,8 @@ RULES: tuple[Rule, ...] = (
     xids,
     *CHECKPOINT_RULES,
     *SCHEDULER_RULES,
+    *RESUME_RULES,
+    *AFTERMATH_RULES,
     latched,
     *MACHINE_RELATION_RULES,
     common_cause,

@@ -177,6 +177,19 @@ def fresh_over_existing(events: Sequence[Event], catalog: Catalog) -> list[Event
     return []
 
 
+def _odd_rank(restored: Sequence[Event]) -> Event | None:
+    """The last that restored another position than others did; None where a rank did so twice, in several attempts."""
+    for what in sorted({str(e.attrs.get("what")).lower() for e in restored}):
+        values: dict[int | None, set[str]] = {}
+        alike = [e for e in restored if str(e.attrs.get("what")).lower() == what]
+        for event in alike:
+            values.setdefault(event.rank, set()).add(str(event.attrs.get("value")))
+        if all(len(v) == 1 for v in values.values()) and len(set().union(*values.values())) > 1:
+            first = str(alike[0].attrs.get("value"))
+            return [e for e in alike if str(e.attrs.get("value")) != first][-1]
+    return None
+
+
 def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """State that came back other than it was saved: per rank, or a position of the data."""
     found = []
@@ -189,6 +202,9 @@ def state_differs(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         one = len({restored for _, _, restored in pairs}) == 1 and len(pairs) > 1
         attrs = {"ranks": len(wrong), "of": len(pairs), "one_copy": one}
         found.append(derive(catalog, "derived.ckpt.state_differs", wrong[0][0], attrs=attrs, placed=False))
+    odd = None if wrong else _odd_rank(_of(events, "ckpt.rank_restored"))
+    if odd is not None:
+        found.append(derive(catalog, "derived.ckpt.state_differs", odd, attrs={"one_copy": False}, placed=False))
     for event in _of(events, "ckpt.staged_compare"):
         if str(event.attrs.get("saved")).lower() != str(event.attrs.get("restored")).lower():
             found.append(derive(catalog, "derived.ckpt.staged_differs", event))

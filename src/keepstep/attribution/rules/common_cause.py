@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from keepstep.attribution.order import SECOND_NS, canonical
+from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.wording import fill
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.signature import Signature
@@ -63,8 +64,8 @@ def common_cause(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if entry.role in ("root", "cascade"):
             crowd = crowd_of(entry, members, known)
             if crowd is not None:
-                found += _conclude(crowd, known)
-    return found + _checks_by_count(events)
+                found += _conclude(crowd, known, catalog)
+    return found + _checks_by_count(events, catalog)
 
 
 def crowd_of(entry: Signature, members: Sequence[Event], known: set[str]) -> Crowd | None:
@@ -87,21 +88,21 @@ def crowd_of(entry: Signature, members: Sequence[Event], known: set[str]) -> Cro
     return Crowd(entry, sorted(members, key=canonical), frozenset(everywhere))
 
 
-def _conclude(crowd: Crowd, known: set[str]) -> list[Event]:
+def _conclude(crowd: Crowd, known: set[str], catalog: Catalog) -> list[Event]:
     kind = crowd.entry.kind
     if kind.startswith("check."):
         if len(known) >= CHECK_NODES and len(crowd.nodes) >= LEAST_SHARE_CHECK * len(known):
-            return [_event("derived.common.check", crowd, {"of": len(known)})]
+            return [_event(catalog, "derived.common.check", crowd, {"of": len(known)})]
         return []
     if kind.startswith("storage.") or crowd.entry.scope == "storage":
-        return [_event("derived.common.storage", crowd, {})]
+        return [_event(catalog, "derived.common.storage", crowd, {})]
     if not kind.startswith(_LOCAL_KINDS) or not _takes_machines(crowd.entry):
         return []
     if kind.startswith(_FABRIC_KINDS) or _mainly(crowd.entry) == "fabric":
-        return [_event("derived.common.fabric", crowd, {})]
+        return [_event(catalog, "derived.common.fabric", crowd, {})]
     if kind.startswith(_POWER_KINDS) or _mainly(crowd.entry) == "platform":
-        return [_event("derived.common.power", crowd, {})]
-    return [_event("derived.common.software", crowd, {})]
+        return [_event(catalog, "derived.common.power", crowd, {})]
+    return [_event(catalog, "derived.common.software", crowd, {})]
 
 
 def _mainly(entry: Signature) -> FaultClass | None:
@@ -117,7 +118,7 @@ def _takes_machines(entry: Signature) -> bool:
     return blamed > 0 and blamed > entry.weights.get("user_code", 0.0)
 
 
-def _event(signature: str, crowd: Crowd, attrs: Mapping[str, object]) -> Event:
+def _event(catalog: Catalog, signature: str, crowd: Crowd, attrs: Mapping[str, object]) -> Event:
     first = crowd.events[0]
     shared = _shared(crowd.events)
     found = {
@@ -125,25 +126,9 @@ def _event(signature: str, crowd: Crowd, attrs: Mapping[str, object]) -> Event:
         "nodes": len(crowd.nodes),
         "names": sorted(crowd.nodes)[:64],
         "shared": f" ({shared})" if shared else "",
-        "explains": [crowd.entry.id],
         **attrs,
     }
-    return _derived(signature, first, found)
-
-
-def _derived(signature: str, cause: Event, attrs: dict[str, object]) -> Event:
-    """An event that rests on another, at its time and place in the text."""
-    return Event(
-        kind="derived.common",
-        signature=signature,
-        severity="error",
-        source="rules",
-        time_ns=cause.time_ns,
-        time_quality=cause.time_quality,
-        order=cause.order,
-        attrs=attrs,
-        evidence=cause.evidence,
-    )
+    return derive(catalog, signature, first, attrs=found, explains=[crowd.entry.id], placed=False)
 
 
 def _shared(events: Sequence[Event]) -> str:
@@ -156,7 +141,7 @@ def _shared(events: Sequence[Event]) -> str:
     return ", ".join(found)
 
 
-def _checks_by_count(events: Sequence[Event]) -> list[Event]:
+def _checks_by_count(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Checks whose own report counts the nodes that fail: attributes `nodes_failed` and `nodes_total`."""
     found = []
     for event in events:
@@ -169,7 +154,8 @@ def _checks_by_count(events: Sequence[Event]) -> list[Event]:
                 "nodes": failed,
                 "of": total,
                 "shared": "",
-                "explains": [event.signature],
             }
-            found.append(_derived("derived.common.check", event, attrs))
+            found.append(
+                derive(catalog, "derived.common.check", event, attrs=attrs, explains=[event.signature], placed=False)
+            )
     return found

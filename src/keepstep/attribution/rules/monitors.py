@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.attribution.order import compare
+from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -31,20 +32,7 @@ def latched(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     # Placed where the last of it was said: a record that goes on is cleared with what it quotes.
     newest = max((*health, *(e for e in held if e.signature in LATCHED)), key=lambda e: (e.time_ns or 0, e.order))
-    entry = catalog["derived.monitor.latched"]
-    return [
-        Event(
-            kind=entry.kind,
-            signature=entry.id,
-            severity=entry.severity,
-            source="rules",
-            time_ns=newest.time_ns,
-            time_quality=newest.time_quality,
-            order=newest.order,
-            node=newest.node,
-            evidence=newest.evidence,
-        )
-    ]
+    return [derive(catalog, "derived.monitor.latched", newest)]
 
 
 def _outlived(event: Event, health: Sequence[Event]) -> bool:

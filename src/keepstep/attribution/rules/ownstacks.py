@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -16,20 +17,4 @@ def late_ranks(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     busy, waiting = by_signature.get("keepstep.rank_busy", []), by_signature.get("keepstep.rank_waits", [])
     if "keepstep.hang" not in by_signature or not busy or not waiting:
         return []
-    signature = catalog["derived.late_rank"]
-    return [
-        Event(
-            kind=signature.kind,
-            signature=signature.id,
-            severity=signature.severity,
-            source="rule",
-            order=event.order,
-            time_ns=event.time_ns,
-            node=event.node,
-            rank=event.rank,
-            cycle=event.cycle,
-            attrs=event.attrs,
-            evidence=event.evidence,
-        )
-        for event in busy
-    ]
+    return [derive(catalog, "derived.late_rank", event, attrs=event.attrs) for event in busy]

@@ -31,6 +31,12 @@ def drill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     last = _last_work(events, catalog)
     if last is None or not before(asked[0], last) or _fails_after(events, last, catalog):
         return []
+    # What failed before the drill was announced is real: a drill that is planned for next week excuses nothing.
+    failed = (
+        e for e in events if catalog[e.signature].role == "root" and catalog[e.signature].severity in ("error", "fatal")
+    )
+    if any(e.evidence.line != asked[0].evidence.line and before(e, asked[0]) for e in failed):
+        return []
     return [derive(catalog, "derived.drill", last, attrs={"asked": asked[0].evidence.text[:160]})]
 
 

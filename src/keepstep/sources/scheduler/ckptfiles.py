@@ -20,6 +20,8 @@ _TRACKER = re.compile(r"(?:^|[/\s])(?:latest_checkpointed_iteration\.txt|latest_
 _LIST = re.compile(r"^(?:ls|ll|find|tree|du|aws s3 ls|gsutil ls|gcloud storage ls)\b")
 _NAME = re.compile(r"(?:^|/)(?:global_step|step|iter|checkpoint|ckpt|epoch|iteration)[-_=]?(\d{1,12})(?:\.\w+)?/?$")
 _BARE = re.compile(r"\d{1,12}/?")
+_PLAIN = re.compile(r"\d{1,12}/?|\S*[._/-]\S*|latest\w*")
+"""What a name in a plain listing looks like; a line of other words is no part of the listing."""
 
 
 def folder_events(document: Document, catalog: Catalog) -> list[Event]:
@@ -54,11 +56,10 @@ def _listing(document: Document, catalog: Catalog) -> list[Event]:
         words = line.raw.split()
         # `ls -l` ends with the name; plain `ls` has names only, which of bare numbers are steps of orbax.
         names = words[-1:] if len(words) > 5 and re.match(r"[-dl][rwxsStT-]{9}", words[0]) else words
+        plain = len(words) == len(names) and all(_PLAIN.fullmatch(w) for w in words)
         for name in names:
             match = _NAME.search(name)
-            step = (
-                match[1] if match else name.rstrip("/") if len(words) == len(names) and _BARE.fullmatch(name) else None
-            )
+            step = match[1] if match else name.rstrip("/") if plain and _BARE.fullmatch(name) else None
             if step is not None and len(found) < MAX_LISTED:
                 found.append(note(catalog, "ckpt.listed", document, line, attrs={"step": step, "name": name}))
     return found

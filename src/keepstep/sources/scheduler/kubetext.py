@@ -32,6 +32,10 @@ _STATUS = {
 }
 """STATUS column of kubectl get pods, where it is a reason."""
 
+_POD_ROW = re.compile(
+    r"(?:[\w-]+\s+)?(?P<name>[a-z0-9][\w.-]*)\s+\d+/\d+\s+(?P<status>[A-Z]\w+)\s+(?P<restarts>\d+)(?: \([^)]*\))?\s+\d+[smhd]\w*"
+    r"(?:\s+(?:\d[\d.]*|<none>))?(?:\s+(?P<node>\S+))?(?:\s+<none>)*"
+)
 _FIELD = re.compile(r"^(?P<indent> *)(?P<key>[A-Z][A-Za-z0-9 /().-]*?):(?:\s+(?P<value>.*?))?\s*$")
 _DATE = r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d [+-]\d{4}"
 _CONDITION = re.compile(
@@ -50,6 +54,21 @@ def table_events(document: Document, catalog: Catalog) -> list[Event]:
             found += _pod_row(row, document, catalog)
         elif {"status", "roles"} <= cells.keys() or {"status", "version", "age"} <= cells.keys():
             found += _node_row(row, document, catalog)
+    return found
+
+
+def headless_pod_events(document: Document, catalog: Catalog) -> list[Event]:
+    """Rows of a table of pods whose header was not pasted, of pods that are not well."""
+    found: list[Event] = []
+    inside = {row.line.number for row in rows(document)}
+    for line in document.lines:
+        match = _POD_ROW.fullmatch(line.raw.strip()) if line.number not in inside else None
+        if match is None or match["status"] not in _STATUS:
+            continue
+        node = match["node"] or ""
+        where = node if re.fullmatch(r"[A-Za-z][\w.-]*", node) else None
+        attrs = {"pod": match["name"], "reason": match["status"], "restarts": int(match["restarts"][:6])}
+        found.append(note(catalog, _STATUS[match["status"]], document, line, node=where, attrs=attrs))
     return found
 
 

@@ -46,6 +46,7 @@ def _readers(text: str, title: str) -> list[Reader]:
         (has("JobId=", "NodeName="), slurm.scontrol_events),
         (has("SLURM_JOB"), slurm.environment_events),
         (has("STATUS") and has("READY", "ROLES", "VERSION"), kubetext.table_events),
+        (has("Error", "OOMKilled", "BackOff", "Evicted"), kubetext.headless_pod_events),
         (has("Exit Code:", "Restart Count:", "Last State:", "Allocatable:", "Node:"), kubetext.describe_events),
         (has("DisruptionTarget"), kubetext.condition_events),
         (has("LastTransitionTime"), kubetext.node_condition_events),

@@ -139,7 +139,8 @@ def job_events(row: JobRow, line: Line, document: Document, catalog: Catalog) ->
     if warned:
         found.append(made("slurm.user_signal"))
     if row.step:
-        return [*found, made("slurm.job_oom")] if row.state == "OUT_OF_MEMORY" else found
+        # The external step holds what a user does beside the job: a shell, a monitor.
+        return [*found, made("slurm.job_oom")] if row.state == "OUT_OF_MEMORY" and row.step != "extern" else found
     if row.state == "COMPLETED" and moment(row.preempted)[0] is not None:
         return [made("slurm.job_preempted_completed")]
     found.append(made(SIGNATURES[row.state]))
