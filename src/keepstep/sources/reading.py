@@ -21,6 +21,7 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.monitors.ledgers import ledger_events
 from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
 from keepstep.sources.ownrecords import OWN_RECORD
@@ -209,7 +210,7 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        seen = _completed(monitors.events, document)
+        seen = _completed([*monitors.events, *ledger_events(document, whole.catalog)], document)
         events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
         if read_as == OWN_RECORD:
             # Other texts that it quotes lie beside it.

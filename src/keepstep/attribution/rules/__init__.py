@@ -15,6 +15,7 @@ from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
+from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
 from keepstep.attribution.rules.monitors import latched
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
@@ -43,7 +44,8 @@ RULES: tuple[Rule, ...] = (
     *RESUME_RULES,
     *AFTERMATH_RULES,
     latched,
+    *MACHINE_RELATION_RULES,
     common_cause,
 )
-PAST_RULES: tuple[PastRule, ...] = (degrading,)
+PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over)
 """Run first."""
