@@ -13,7 +13,16 @@ from keepstep.attribution.rules.jobfacts import of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
-ALARMS = ("condition.", "check.", "monitor.", "dcgm.health", "k8s.node_condition", "k8s.node_cordoned", "slurm.", "sched.")
+ALARMS = (
+    "condition.",
+    "check.",
+    "monitor.",
+    "dcgm.health",
+    "k8s.node_condition",
+    "k8s.node_cordoned",
+    "slurm.",
+    "sched.",
+)
 """Beginnings of signatures of what somebody holds against a machine, other than the machine itself."""
 WORKS = ("fact.works_now", "fact.test_passed", "job.progress")
 LEAST_JOBS = 5
@@ -153,9 +162,11 @@ def unreadable_firmware(events: Sequence[Event], catalog: Catalog) -> list[Event
     gone = [e for e in events if e.signature in ("xid.79", "nvrm.fallen_off_bus", "xid.154.reboot")]
     if not stopped or not wants or gone or len({e.gpu for e in stopped}) > 1:
         return []
-    return [
-        derive(catalog, "derived.gpu.gsp_unreadable", stopped[0], explains=[e.signature for e in lost[:1]])
-    ] if lost else []
+    return (
+        [derive(catalog, "derived.gpu.gsp_unreadable", stopped[0], explains=[e.signature for e in lost[:1]])]
+        if lost
+        else []
+    )
 
 
 def persists(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -177,9 +188,7 @@ def ledgers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return found
 
 
-def _follows_job(
-    event: Event, runs: Sequence[list[object]], events: Sequence[Event], catalog: Catalog
-) -> list[Event]:
+def _follows_job(event: Event, runs: Sequence[list[object]], events: Sequence[Event], catalog: Catalog) -> list[Event]:
     codes = {str(r[3]) for r in runs}
     if not codes <= APPLICATION or not runs:
         return []

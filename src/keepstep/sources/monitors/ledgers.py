@@ -33,14 +33,15 @@ _PAIR = re.compile(
 )
 _BARE = re.compile(r"\s*(?P<n>\d{1,5})\s*\Z")
 _OTHERS = re.compile(
-    r"(?i)#?\s*(?:(?:all |the )?other (?:\d{1,6} )?(?:nodes?|hosts?|machines?|servers?)|(?:nodes?|hosts?) (?:of|in) the (?:same )?pool)[^:\n]{0,60}:\s*(?P<n>\d{1,5})\s*\Z"
+    r"(?i)#?\s*(?:(?:all |the )?other (?:\d{1,6} )?(?:nodes?|hosts?|machines?|servers?)"
+    r"|(?:nodes?|hosts?) (?:of|in) the (?:same )?pool)[^:\n]{0,60}:\s*(?P<n>\d{1,5})\s*\Z"
 )
 _DEVICE = re.compile(r"(?i)infiniband|\bib_?|mlx5|rdma|issm|umad|uverbs|\bnic\b|/net\b|\befa|roce")
 
 
 def ledger_events(document: Document, catalog: Catalog) -> list[Event]:
     """The tables of a document, one event each; [] for nearly every document."""
-    lines = [line for line in lines_of(document)][: HEADER_LINES + ROWS_LIMIT]
+    lines = list(lines_of(document))[: HEADER_LINES + ROWS_LIMIT]
     return [*_runs(lines, document, catalog), *_pairs(lines, document, catalog), *_counts(lines, document, catalog)]
 
 
@@ -88,9 +89,7 @@ def _counted(rows: Sequence[Line], where: int, ran: int, failed: int) -> list[li
     return found
 
 
-def _results(
-    rows: Sequence[Line], where: int, job: int, result: int, quoted: bool, what: str
-) -> list[list[Any]]:
+def _results(rows: Sequence[Line], where: int, job: int, result: int, quoted: bool, what: str) -> list[list[Any]]:
     """[job, machines, passed, what] of each row. Without commas the last columns may be of several words."""
     found: list[list[Any]] = []
     for row in rows:
