@@ -33,14 +33,15 @@ _PAIR = re.compile(
 )
 _BARE = re.compile(r"\s*(?P<n>\d{1,5})\s*\Z")
 _OTHERS = re.compile(
-    r"(?i)#?\s*(?:(?:all |the )?other (?:\d{1,6} )?(?:nodes?|hosts?|machines?|servers?)|(?:nodes?|hosts?) (?:of|in) the (?:same )?pool)[^:\n]{0,60}:\s*(?P<n>\d{1,5})\s*\Z"
+    r"(?i)#?\s*(?:(?:all |the )?other (?:\d{1,6} )?(?:nodes?|hosts?|machines?|servers?)"
+    r"|(?:nodes?|hosts?) (?:of|in) the (?:same )?pool)[^:\n]{0,60}:\s*(?P<n>\d{1,5})\s*\Z"
 )
 _DEVICE = re.compile(r"(?i)infiniband|\bib_?|mlx5|rdma|issm|umad|uverbs|\bnic\b|/net\b|\befa|roce")
 
 
 def ledger_events(document: Document, catalog: Catalog) -> list[Event]:
     """The tables of a document, one event each; [] for nearly every document."""
-    lines = [line for line in lines_of(document)][: HEADER_LINES + ROWS_LIMIT]
+    lines = list(lines_of(document))[: HEADER_LINES + ROWS_LIMIT]
     return [*_runs(lines, document, catalog), *_pairs(lines, document, catalog), *_counts(lines, document, catalog)]
 
 
@@ -58,7 +59,7 @@ def _cells(text: str) -> list[str]:
 def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:
     """Rows under a header that names machines, and either jobs with results or numbers of jobs."""
     for index, line in enumerate(lines[:HEADER_LINES]):
-        names = [cell.lower() for cell in _cells(line.text)]
+        names = [cell.lower() for cell in _cells(line.raw)]
         where = next((i for i, n in enumerate(names) if n in _HOST), None)
         if where is None or len(names) < 3:
             continue
@@ -71,7 +72,7 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
         if ran is not None and failed is not None:
             attrs = {"counts": _counted(rows, where, ran, failed)}
         elif job is not None and result is not None:
-            attrs = {"runs": _results(rows, where, job, result, "," in line.text, names[result])}
+            attrs = {"runs": _results(rows, where, job, result, "," in line.raw, names[result])}
         if attrs is not None and any(attrs.values()):
             return [make(catalog, "ledger.runs", document, line, attrs=attrs)]
     return []
@@ -80,7 +81,7 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
 def _counted(rows: Sequence[Line], where: int, ran: int, failed: int) -> list[list[Any]]:
     found: list[list[Any]] = []
     for row in rows:
-        cells = _cells(row.text)
+        cells = _cells(row.raw)
         if len(cells) <= max(where, ran, failed):
             continue
         if cells[ran].isdigit() and cells[failed].isdigit() and len(cells[ran] + cells[failed]) < 18:
@@ -88,14 +89,12 @@ def _counted(rows: Sequence[Line], where: int, ran: int, failed: int) -> list[li
     return found
 
 
-def _results(
-    rows: Sequence[Line], where: int, job: int, result: int, quoted: bool, what: str
-) -> list[list[Any]]:
+def _results(rows: Sequence[Line], where: int, job: int, result: int, quoted: bool, what: str) -> list[list[Any]]:
     """[job, machines, passed, what] of each row. Without commas the last columns may be of several words."""
     found: list[list[Any]] = []
     for row in rows:
-        cells = _cells(row.text)
-        if len(cells) <= max(where, job, result) or row.text.lstrip().startswith("#") or ("," in row.text) != quoted:
+        cells = _cells(row.raw)
+        if len(cells) <= max(where, job, result) or row.raw.lstrip().startswith("#") or ("," in row.raw) != quoted:
             continue
         said = cells[result] if quoted or result < len(cells) - 1 else " ".join(cells[result:])
         machines = [n for n in re.split(r"[\s;+|]+", cells[where]) if _NAME.match(n)][:NAMES_LIMIT]
