@@ -6,6 +6,8 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
@@ -37,6 +39,10 @@ AT_LIMIT = 0.95
 LEAST_FLEET = 3
 MOST = 256
 
+STANDSTILL = ("condition.platform", "condition.own", "condition.storage", "condition.other")
+LONG_NS = 86_400_000_000_000
+_SINCE = re.compile(r"(?i)\b(?:since|transition\w*)\W{1,4}(?P<at>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)")
+_GSP_INDEX = re.compile(r"\bGPU(?P<index>\d{1,3}) GSP")
 _CODE = re.compile(r"(?i)(?:error ?code|s?xid)\W{0,3}(?P<code>\d{1,4})")
 
 
@@ -51,23 +57,84 @@ def _failing(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def alarm_of_check(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """An alarm of a check that was changed, does not fit or holds old totals, where the work goes on and nothing else failed."""
-    complaints = [e for e in events if e.signature == "fact.alarm" or e.signature.startswith(ALARMS)]
-    works = of(events, *WORKS)
-    if not complaints or not works or _failing(events, catalog):
+    complaints, works = _complaints(events, catalog), of(events, *WORKS)
+    harmless = of(events, "fact.declared_harmless")
+    if not (complaints or harmless) or not works or _failing(events, catalog):
         return []
+    if harmless:
+        return [_last(catalog, "derived.alarm.of_check", events, catalog[harmless[0].signature].title)]
     if of(events, "fact.gauge_zero") and of(events, "fact.gpus_busy"):
         return [_last(catalog, "derived.alarm.of_check", events, "a gauge that stands still beside one that moves")]
     reasons = of(events, "fact.check_changed", "fact.check_does_not_fit", "fact.record_old")
-    if not reasons:
+    if reasons:
+        return [_last(catalog, "derived.alarm.of_check", events, catalog[reasons[0].signature].title)]
+    if of(events, "fact.resolved"):
+        return [_last(catalog, "derived.alarm.normal_level", events, catalog["fact.resolved"].title)]
+    if any(_outworked(c, works) for c in complaints):
+        return [_last(catalog, "derived.alarm.of_check", events, "a condition that the work went on under for days")]
+    return []
+
+
+def _complaints(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """What somebody holds against a machine; not what says that it is well."""
+    return [
+        e
+        for e in events
+        if e.signature == "fact.alarm"
+        or (e.signature.startswith(ALARMS) and catalog[e.signature].role in ("root", "cascade", "symptom"))
+    ]
+
+
+def _outworked(condition: Event, works: Sequence[Event]) -> bool:
+    """Whether a condition that claims that the machine stands still (a hung kernel, a dead service) was worked under for a day."""
+    since = _SINCE.search(condition.evidence.text[:2000]) if condition.signature in STANDSTILL else None
+    stamp = stamp_ns(since["at"]) if since is not None else None
+    return stamp is not None and any(w.time_ns is not None and w.time_ns - stamp > LONG_NS for w in works)
+
+
+def stamp_ns(text: str) -> int | None:
+    """UTC ns of an ISO time with Z; None for what is no such time."""
+    try:
+        return int(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        return None
+
+
+def disk_writable(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A file system that was read-only, with a later mount or a write that worked."""
+    bad = of(events, "fs.readonly", "fs.read_only")[:MOST]
+    good = of(events, "fact.disk_writable")[:MOST]
+    if not bad or not good:
         return []
-    return [_last(catalog, "derived.alarm.of_check", events, catalog[reasons[0].signature].title)]
+    # How it is now: a mount that takes writes, said below what was said to be wrong.
+    shown = [e for e in good if e.time_ns is None and e.evidence.path == bad[0].evidence.path]
+    last_bad = max((e.evidence.line or 0) for e in bad)
+    timed = [e.time_ns for e in bad if e.time_ns is not None]
+    mounted = [e for e in good if e.time_ns is not None and timed and e.time_ns > max(timed)]
+    if mounted or any((e.evidence.line or 0) > last_bad for e in shown):
+        return [_last(catalog, "derived.disk.writable", events, "writable")]
+    return []
+
+
+def remapped(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """One GPU whose row waited for a reset, and rows of one GPU of which none waits."""
+    waiting, settled = of(events, "xid.63"), of(events, "gpu.remap_settled")
+    if not waiting or not settled or len({str(e.gpu) for e in waiting}) > 1:
+        return []
+    if of(events, "gpu.remap_pending", "gpu.remap_failed", "xid.64", "xid.48", "xid.94", "xid.95"):
+        return []
+    last = max(waiting, key=lambda e: e.evidence.line or 0)
+    after = [s for s in settled if s.evidence.path == last.evidence.path]
+    if any((s.evidence.line or 0) > (last.evidence.line or 0) for s in after):
+        return [_last(catalog, "derived.gpu.remapped", events, "remapped")]
+    return []
 
 
 def alarm_of_replaced(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A record of a machine that is another one by now, which passes its checks."""
     instances = {str(e.attrs.get("instance")) for e in of(events, "fact.instance")}
     replaced = len(instances) > 1 or of(events, "fact.machine_replaced")
-    complaints = [e for e in events if e.signature == "fact.alarm" or e.signature.startswith(ALARMS)]
+    complaints = _complaints(events, catalog)
     if not replaced or not complaints or not of(events, "fact.test_passed"):
         return []
     if any(e.signature.startswith(("xid.", "cuda.", "nvrm.")) for e in _failing(events, catalog)):
@@ -77,7 +144,7 @@ def alarm_of_replaced(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def _last(catalog: Catalog, signature: str, events: Sequence[Event], reason: str) -> Event:
     """An event at the place of the last one: it speaks of how things are in the end."""
-    last = max(events, key=canonical)
+    last = max((e for e in events if e.evidence.line), key=canonical, default=events[-1])
     return derive(catalog, signature, last, attrs={"reason": reason}, placed=False)
 
 
@@ -162,11 +229,13 @@ def unreadable_firmware(events: Sequence[Event], catalog: Catalog) -> list[Event
     gone = [e for e in events if e.signature in ("xid.79", "nvrm.fallen_off_bus", "xid.154.reboot")]
     if not stopped or not wants or gone or len({e.gpu for e in stopped}) > 1:
         return []
-    return (
-        [derive(catalog, "derived.gpu.gsp_unreadable", stopped[0], explains=[e.signature for e in lost[:1]])]
-        if lost
-        else []
-    )
+    explains = ["gpu.lost", "xid.154.reset", "xid.119", "xid.120"]
+    first = min(stopped, key=canonical)
+    # The driver prints the index of the GPU, under which tools show it as lost.
+    index = _GSP_INDEX.search(first.evidence.text)
+    named = [e.gpu for e in lost if e.gpu is not None and index is not None and str(e.gpu.index) == index["index"]]
+    gpu = named[0] if len(lost) == 1 and named else None
+    return [derive(catalog, "derived.gpu.gsp_unreadable", first, explains=explains, gpu=gpu)]
 
 
 def persists(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -181,20 +250,26 @@ def ledgers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What tables of failures show: that they follow a job over machines, or a machine over jobs."""
     found = []
     for event in of(events, "ledger.runs")[:8]:
-        runs = [r for r in event.attrs.get("runs") or () if isinstance(r, list) and len(r) == 4]
+        runs = [row for row in _rows(event, "runs", 4) if isinstance(row[1], list)]
         found += _follows_job(event, runs, events, catalog) or _follows_node(event, runs, catalog)
-        counts = [c for c in event.attrs.get("counts") or () if isinstance(c, list) and len(c) == 3]
+        counts = [row for row in _rows(event, "counts", 3) if all(isinstance(n, int) for n in row[1:])]
         found += _counted(event, counts, catalog)
     return found
 
 
-def _follows_job(event: Event, runs: Sequence[list[object]], events: Sequence[Event], catalog: Catalog) -> list[Event]:
+def _rows(event: Event, name: str, width: int) -> list[list[Any]]:
+    """Rows of a table as they were read; events that were stored and read again may hold anything."""
+    rows = event.attrs.get(name)
+    return [row for row in (rows if isinstance(rows, list) else []) if isinstance(row, list) and len(row) == width]
+
+
+def _follows_job(event: Event, runs: Sequence[list[Any]], events: Sequence[Event], catalog: Catalog) -> list[Event]:
     codes = {str(r[3]) for r in runs}
     if not codes <= APPLICATION or not runs:
         return []
     hosts: dict[str, set[str]] = defaultdict(set)
     for job, machines, _, _ in runs:
-        hosts[str(job)].update(map(str, machines if isinstance(machines, list) else ()))
+        hosts[str(job)].update(map(str, machines))
     job, reached = max(hosts.items(), key=lambda item: len(item[1]))
     if len(hosts) != 1 or len(reached) < LEAST_HOSTS:
         return []
@@ -203,13 +278,13 @@ def _follows_job(event: Event, runs: Sequence[list[object]], events: Sequence[Ev
     return [derive(catalog, "derived.ledger.follows_job", event, attrs=attrs, explains=explains, placed=False)]
 
 
-def _follows_node(event: Event, runs: Sequence[list[object]], catalog: Catalog) -> list[Event]:
+def _follows_node(event: Event, runs: Sequence[list[Any]], catalog: Catalog) -> list[Event]:
     """A machine on which different jobs failed and none passed, where jobs passed on others."""
     failed: dict[str, set[str]] = defaultdict(set)
     passed: set[str] = set()
     bad = 0
     for job, machines, good, code in runs:
-        names = [str(m) for m in machines] if isinstance(machines, list) else []
+        names = [str(m) for m in machines]
         bad += not good and not code
         for name in names:
             if good:
@@ -224,8 +299,8 @@ def _follows_node(event: Event, runs: Sequence[list[object]], catalog: Catalog) 
     return [derive(catalog, "derived.ledger.follows_node", event, attrs={"node": able[0]}, node=able[0])]
 
 
-def _counted(event: Event, counts: Sequence[list[object]], catalog: Catalog) -> list[Event]:
-    shares = {str(n): (int(str(f)), int(str(ran))) for n, ran, f in counts if int(str(ran)) > 0}
+def _counted(event: Event, counts: Sequence[list[Any]], catalog: Catalog) -> list[Event]:
+    shares = {str(n): (f, ran) for n, ran, f in counts if ran > 0}
     all_failed = [n for n, (f, ran) in shares.items() if ran >= LEAST_JOBS and f >= 0.9 * ran]
     healthy = [n for n, (f, ran) in shares.items() if ran >= LEAST_JOBS and f <= 0.1 * ran]
     if len(all_failed) != 1 or len(healthy) < 2:
@@ -236,7 +311,8 @@ def _counted(event: Event, counts: Sequence[list[object]], catalog: Catalog) -> 
 def pair_routes(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """One slow pair of machines, each of which is fast with another."""
     for event in of(events, "ledger.pairs")[:8]:
-        pairs = [(str(p[0]), str(p[1]), float(p[2])) for p in event.attrs.get("pairs") or () if len(p) == 3][:MOST]
+        rows = [row for row in _rows(event, "pairs", 3) if isinstance(row[2], int | float)]
+        pairs = [(str(a), str(b), float(speed)) for a, b, speed in rows[:MOST]]
         usual = statistics.median(p[2] for p in pairs) if pairs else 0.0
         slow = [p for p in pairs if p[2] < SLOW * usual]
         fast = {name for a, b, speed in pairs if speed >= FAST * usual for name in (a, b)}
@@ -278,6 +354,8 @@ MACHINE_RELATION_RULES = (
     persists,
     slow_in_place,
     machine_drill,
+    disk_writable,
+    remapped,
     alarm_of_replaced,
     normal_level,
     alarm_of_check,

@@ -59,7 +59,7 @@ def _cells(text: str) -> list[str]:
 def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:
     """Rows under a header that names machines, and either jobs with results or numbers of jobs."""
     for index, line in enumerate(lines[:HEADER_LINES]):
-        names = [cell.lower() for cell in _cells(line.text)]
+        names = [cell.lower() for cell in _cells(line.raw)]
         where = next((i for i, n in enumerate(names) if n in _HOST), None)
         if where is None or len(names) < 3:
             continue
@@ -72,7 +72,7 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
         if ran is not None and failed is not None:
             attrs = {"counts": _counted(rows, where, ran, failed)}
         elif job is not None and result is not None:
-            attrs = {"runs": _results(rows, where, job, result, "," in line.text, names[result])}
+            attrs = {"runs": _results(rows, where, job, result, "," in line.raw, names[result])}
         if attrs is not None and any(attrs.values()):
             return [make(catalog, "ledger.runs", document, line, attrs=attrs)]
     return []
@@ -81,7 +81,7 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
 def _counted(rows: Sequence[Line], where: int, ran: int, failed: int) -> list[list[Any]]:
     found: list[list[Any]] = []
     for row in rows:
-        cells = _cells(row.text)
+        cells = _cells(row.raw)
         if len(cells) <= max(where, ran, failed):
             continue
         if cells[ran].isdigit() and cells[failed].isdigit() and len(cells[ran] + cells[failed]) < 18:
@@ -93,8 +93,8 @@ def _results(rows: Sequence[Line], where: int, job: int, result: int, quoted: bo
     """[job, machines, passed, what] of each row. Without commas the last columns may be of several words."""
     found: list[list[Any]] = []
     for row in rows:
-        cells = _cells(row.text)
-        if len(cells) <= max(where, job, result) or row.text.lstrip().startswith("#") or ("," in row.text) != quoted:
+        cells = _cells(row.raw)
+        if len(cells) <= max(where, job, result) or row.raw.lstrip().startswith("#") or ("," in row.raw) != quoted:
             continue
         said = cells[result] if quoted or result < len(cells) - 1 else " ".join(cells[result:])
         machines = [n for n in re.split(r"[\s;+|]+", cells[where]) if _NAME.match(n)][:NAMES_LIMIT]
