@@ -169,7 +169,7 @@ def test_words_about_exceptions_are_none(line: str) -> None:
         ("<frozen importlib._bootstrap>", "library"),
         ("/app/torch/distributed/elastic/utils/store.py", "launcher"),
         ("/opt/venv/bin/torchrun", "launcher"),
-        ("/work/my_torch_project/model.py", "user"),
+        ("/w/my_torch_project/model.py", "user"),
     ],
 )
 def test_whose_a_file_is(path: str, owner: str) -> None:
