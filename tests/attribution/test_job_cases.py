@@ -16,6 +16,10 @@ FILES = ("a-nccl", "c-launcher", "g-recorder", "h-nvrx")
 
 NOT_YET = frozenset(
     {
+        "c-r16",  # nobody knows; its words are those of cases with a class
+        "z34",  # nobody knows; its words are those of cases with a class
+        "y34",  # nobody knows; its words are those of cases with a class
+        "h-s02",  # nobody knows; its words are those of cases with a class
         "a-t06",  # whose two jobs it was that wanted one port stands in a remark
         "a-v04",  # a library that cannot read a checkpoint: whose fault that is, its frames do not tell
         "c-t04",  # a group that grew: that it was wanted is seen, the class is not

@@ -159,7 +159,7 @@ def test_candidates_are_all_lines_with_hits_and_few_others() -> None:
     places = set(matcher().candidates(text))
     assert {(h.start, h.end) for h in matcher().scan(text)} <= places
     ordinary = b"\n".join([*ORDINARY, b""])
-    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) // 2
+    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) * 3 // 5
 
 
 def test_a_line_of_every_literal_there_is_does_not_outgrow_the_automata() -> None:

@@ -30,7 +30,7 @@ def seen(found: Reading) -> list[str]:
 
 
 def one(found: Reading) -> Event:
-    (event,) = found.events
+    (event,) = (e for e in found.events if e.signature != "text.words")
     return event
 
 

@@ -234,8 +234,8 @@ def _add_words(whole: _Whole, document: Document, known: Collection[int]) -> Non
 
 
 def _lean_event(whole: _Whole) -> list[Event]:
-    """What the words lean to, as an event; none of a long text, or where they lean to nothing."""
-    lean = lean_of(whole.words) if 0 < whole.characters <= WORDS_LIMIT else None
+    """What the words lean to, as an event; none of a long text, where they lean to nothing, or where only lines are asked for."""
+    lean = lean_of(whole.words) if whole.deep and 0 < whole.characters <= WORDS_LIMIT else None
     if lean is None or TEXT_WORDS not in whole.catalog:
         return []
     entry = whole.catalog[TEXT_WORDS]
