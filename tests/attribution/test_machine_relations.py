@@ -86,6 +86,26 @@ def test_a_condition_is_over_with_the_code_that_it_quotes() -> None:
     assert "derived.alarm.taken_back" not in conclusions(lines(*story[:2]))
 
 
+WANTED = "NVRM: Xid (PCI:0000:17:00): 154, GPU recovery action changed from 0x{} to 0x{}"
+NONE, RESET = "0 (None)", "1 (GPU Reset Required)"
+
+
+def test_a_condition_is_over_when_the_driver_wants_nothing_more() -> None:
+    held = "GpuRecoveryAction=True reason=Xid154"
+    story = [WANTED.format(NONE, RESET), WANTED.format(RESET, NONE), held]
+    assert verdict_of(lines(*story)).no_current_fault
+    assert not verdict_of(lines(*story, WANTED.format(NONE, RESET))).no_current_fault
+
+
+INJECTED = "[  101.000001] NVRM: Xid (PCI:0000:17:00): 48, pid=1, DBE (injected by test)"
+
+
+def test_a_line_that_says_that_it_was_injected_is_no_sign_and_takes_no_other_with_it() -> None:
+    assert verdict_of(lines(INJECTED, STEPS)).no_current_fault
+    real = INJECTED.replace(" (injected by test)", "").replace("101", "99")
+    assert verdict_of(lines(real, INJECTED)).action == verdict_of(real).action == "reset_gpu"
+
+
 def runs(*rows: str) -> str:
     return lines("user,job,node,result", *rows)
 

@@ -15,6 +15,7 @@ FILES = ("b-xid", "e-straggler")
 
 NOT_YET = frozenset(
     {
+        "bv3",  # a reset that was due and made: the condition is its monitor's fault, the code the machine's
         "ex13",  # nobody knows; its words are those of cases with a class
         "ey10",  # nobody knows; its words are those of cases with a class
         "ey11",  # nobody knows; its words are those of cases with a class

@@ -39,6 +39,7 @@ AT_LIMIT = 0.95
 LEAST_FLEET = 3
 MOST = 256
 
+HELD = ("condition.", "monitor.event", "monitor.state", "k8s.node_condition")
 STANDSTILL = ("condition.platform", "condition.own", "condition.storage", "condition.other")
 LONG_NS = 86_400_000_000_000
 _SINCE = re.compile(r"(?i)\b(?:since|transition\w*)\W{1,4}(?P<at>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)")
@@ -102,16 +103,17 @@ def stamp_ns(text: str) -> int | None:
 
 def disk_writable(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A file system that was read-only, with a later mount or a write that worked."""
-    bad = of(events, "fs.readonly", "fs.read_only")[:MOST]
+    bad = of(events, "fs.readonly", "fs.read_only", "condition.storage")[:MOST]
     good = of(events, "fact.disk_writable")[:MOST]
     if not bad or not good:
         return []
-    # How it is now: a mount that takes writes, said below what was said to be wrong.
-    shown = [e for e in good if e.time_ns is None and e.evidence.path == bad[0].evidence.path]
-    last_bad = max((e.evidence.line or 0) for e in bad)
     timed = [e.time_ns for e in bad if e.time_ns is not None]
+    # How it is now: a mount that takes writes, said below what was said to be wrong.
+    untimed = [e for e in good if not timed or e.time_quality in ("none", "neighbour")]
+    shown = [e for e in untimed if e.evidence.path == bad[0].evidence.path]
+    last_bad = max(_line(e) for e in bad)
     mounted = [e for e in good if e.time_ns is not None and timed and e.time_ns > max(timed)]
-    if mounted or any((e.evidence.line or 0) > last_bad for e in shown):
+    if mounted or any(_line(e) > last_bad for e in shown):
         return [_last(catalog, "derived.disk.writable", events, "writable")]
     return []
 
@@ -178,9 +180,9 @@ def quoted_code_over(live: Sequence[Event], past: Sequence[Event], catalog: Cata
     now = {str(e.attrs.get("xid")) for e in live if e.kind == "gpu.xid"}
     over = {str(e.attrs.get("xid")) for e in past if e.kind == "gpu.xid"} - now
     for event in live:
-        if not event.signature.startswith(("condition.", "monitor.event", "monitor.state", "k8s.node_condition")):
+        if not event.signature.startswith(HELD):
             continue
-        codes = {m["code"] for m in _CODE.finditer(event.evidence.text[:2000])}
+        codes = _quotes(event)
         if codes and codes <= over:
             return [_last(catalog, "derived.alarm.taken_back", live, "taken back")]
     return []
@@ -189,16 +191,37 @@ def quoted_code_over(live: Sequence[Event], past: Sequence[Event], catalog: Cata
 def machine_drill(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Signs of a machine that were injected: said in their own line, or between the begin of a drill and steps after it."""
     signs = [e for e in events if e.signature.startswith(("xid.", "nvrm."))]
-    asked = of(events, "job.drill")
+    asked = of(events, "job.drill", "fact.injected")
     if not signs or not asked:
         return []
     lines = {(e.evidence.path, e.evidence.line) for e in asked}
-    own = all((s.evidence.path, s.evidence.line) in lines for s in signs)
-    first = min(asked, key=canonical)
-    after = all(canonical(first) <= canonical(s) for s in signs)
+    own = all((s.evidence.path, s.evidence.line) in lines or "/dev/kmsg" in s.source for s in signs)
+    first = min(asked, key=_line)
+    after = all(s.evidence.path == first.evidence.path and _line(first) <= _line(s) for s in signs)
     if own or (after and of(events, "job.progress", "fact.works_now")):
         return [_last(catalog, "derived.machine_drill", events, "drill")]
     return []
+
+
+def _line(event: Event) -> int:
+    """Where an event stands in its text: drills are told of in lines without a time."""
+    return event.evidence.line or 0
+
+
+def quoted_recovered(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A condition that quotes a code, where the driver's newest word is that nothing is needed any more."""
+    if not of(events, "derived.xid.recovered"):
+        return []
+    takes = catalog["derived.xid.recovered"].clears
+    left = {str(e.attrs.get("xid")) for e in events if e.kind == "gpu.xid" and e.signature not in takes}
+    over = {str(e.attrs.get("xid")) for e in events if e.kind == "gpu.xid"} - (left - {"154"})
+    if any(_quotes(e) and _quotes(e) <= over for e in events if e.signature.startswith(HELD)):
+        return [_last(catalog, "derived.alarm.taken_back", events, "taken back")]
+    return []
+
+
+def _quotes(event: Event) -> set[str]:
+    return {m["code"] for m in _CODE.finditer(event.evidence.text[:2000])}
 
 
 def fleet_versions(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -353,6 +376,7 @@ MACHINE_RELATION_RULES = (
     unreadable_firmware,
     persists,
     slow_in_place,
+    quoted_recovered,
     machine_drill,
     disk_writable,
     remapped,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from keepstep.attribution.current import begin_after
+from keepstep.attribution.current import begin_after, end_of
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
@@ -113,7 +113,9 @@ def _last_of_each(found: Sequence[Xid]) -> list[Event]:
 def _recovered(found: Sequence[Xid], catalog: Catalog) -> list[Event]:
     """GPUs for which the driver's newest word is that nothing is needed any more."""
     recovered = []
-    for own in by_gpu(x for x in found if x.code == 154).values():
+    for said in by_gpu(x for x in found if x.code == 154).values():
+        # Lines that say the same are one event; the newest word is the one that was said last.
+        own = sorted(said, key=lambda x: canonical(end_of(x.event)))
         words = [str(x.event.attrs.get("recovery_action", "")) for x in own]
         if words[-1] == "none" and any(w in _WANTS for w in words[:-1]):
             recovered.append(derive(catalog, "derived.xid.recovered", own[-1].event))
