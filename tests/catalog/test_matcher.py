@@ -50,7 +50,7 @@ def entry(signature_id: str, *patterns: str, by_code: str = "") -> Signature:
 def line_by_line(text: bytes) -> list[tuple[bytes, list[str]]]:
     found = []
     for line in re.split(rb"[\n\r]", text):
-        matches = matcher().match_bytes(line)
+        matches = matcher().match_bytes(line, ordinary=False)
         if matches:
             found.append((line, [m.signature.id for m in matches]))
     return found
@@ -159,7 +159,15 @@ def test_candidates_are_all_lines_with_hits_and_few_others() -> None:
     places = set(matcher().candidates(text))
     assert {(h.start, h.end) for h in matcher().scan(text)} <= places
     ordinary = b"\n".join([*ORDINARY, b""])
-    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) * 3 // 5
+    assert len(list(matcher().candidates(ordinary))) <= len(ORDINARY) // 4
+
+
+def test_what_ordinary_lines_have_is_found_line_by_line_and_stops_no_long_log() -> None:
+    line = b"step 1200 loss 2.3817 grad_norm 0.412 lr 2.9e-04 tokens/s 48211 mfu 41.2 %"
+    assert [m.signature.id for m in matcher().match_bytes(line)] == ["ckpt.rate"]
+    assert shipped()["ckpt.rate"].ordinary
+    assert matcher().match_bytes(line, ordinary=False) == []
+    assert list(matcher().candidates(line)) == []
 
 
 def test_a_line_of_every_literal_there_is_does_not_outgrow_the_automata() -> None:

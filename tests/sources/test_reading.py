@@ -362,3 +362,14 @@ class TestRecordedLogs:
 
     def test_flight_recorder_dumps(self) -> None:
         assert len(read(Path(str(SHARED)) / "data/flight-recorder").dumps) == 32
+
+
+def test_around_a_fault_of_a_long_log_ordinary_lines_count_too(tmp_path: Path) -> None:
+    """A long log is not stopped at them; beside a fault they are facts."""
+    filler = "10:00:00 INFO request served in 12 ms by worker 4\n" * (reading.WHOLE_BYTES // 50 + 1)
+    saving = "[rank3]: 2031-02-14 11:00:00 saving checkpoint to /ckpt/step_400\n"
+    text = saving + filler + saving + "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n" + filler
+    path = tmp_path / "long.log"
+    path.write_text(text)
+    found = [e for e in read_paths([str(path)], catalog(), matcher=matcher()).events if e.signature == "job.saving"]
+    assert [e.evidence.line for e in found] == [2 + filler.count("\n")]

@@ -75,7 +75,7 @@ class Matcher:
         numbers: dict[_Literal, int] = {}
         self._clauses: list[tuple[frozenset[int], ...]] = []
         self._started_by: dict[int, list[int]] = {}
-        self._wanted: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._wanted: dict[tuple[tuple[int, ...], bool], tuple[int, ...]] = {}
         self._loose: list[int] = []
         loose: list[bytes] = []
         for index, text in enumerate(p for s in self._by_id.values() for p in s.pattern):
@@ -87,10 +87,11 @@ class Matcher:
                 loose.append(_in_a_chunk(text))
             for number in known[0] if known else ():
                 self._started_by.setdefault(number, []).append(index)
+        rare = {number for number, started in self._started_by.items() if any(self._is_rare(i) for i in started)}
         expressions = [_expression(literal) for literal in numbers]
         options = _options(max_mem=_AUTOMATON_BYTES, never_capture=True)
         # In order, so that common beginnings are one path of the automaton.
-        starting = sorted(expressions[number] for number in self._started_by) + loose
+        starting = sorted(expressions[number] for number in rare) + loose
         self._any = re2.compile(b"|".join(starting) or rb"[^\x00-\xff]", options)
         self._which = re2.Set.SearchSet(options)
         for expression in expressions:
@@ -102,42 +103,51 @@ class Matcher:
         """Signatures with a pattern that requires no literal: it is in the first automaton as it is, which makes that larger."""
         return [self._patterns[index].signature for index in self._loose]
 
-    def match_line(self, line: str) -> list[Match]:
-        """All signatures of a line, in the order of the catalog; one with several patterns at most once."""
-        return self.match_bytes(line.encode("utf-8", "replace"))
+    def match_line(self, line: str, ordinary: bool = True) -> list[Match]:
+        """All signatures of a line, in the order of the catalog; one with several patterns at most once.
 
-    def match_bytes(self, line: bytes) -> list[Match]:
+        `ordinary`: also those that are in lines of logs in which nothing is wrong (Signature.ordinary).
+        """
+        return self.match_bytes(line.encode("utf-8", "replace"), ordinary)
+
+    def match_bytes(self, line: bytes, ordinary: bool = True) -> list[Match]:
         """The same for a line as it is in the file. Only its first LINE_LIMIT bytes count."""
         line = line[:LINE_LIMIT]
         literals = self._which.Match(line)
         if not literals:
             return self._tried(line, self._loose) if self._loose else []
-        key = tuple(literals)
+        key = (tuple(literals), ordinary)
         wanted = self._wanted.get(key)
         if wanted is None:
             if len(self._wanted) >= _REMEMBERED:
                 self._wanted.clear()
-            wanted = self._wanted[key] = self._wanted_by(key)
+            wanted = self._wanted[key] = self._wanted_by(*key)
         return self._tried(line, wanted) if wanted else []
 
-    def _wanted_by(self, literals: Sequence[int]) -> tuple[int, ...]:
+    def _is_rare(self, index: int) -> bool:
+        return not self._patterns[index].signature.ordinary
+
+    def _wanted_by(self, literals: Sequence[int], ordinary: bool) -> tuple[int, ...]:
         """Patterns to try on a line that has these literals, in the order of the catalog."""
         wanted = {*self._loose}
         for literal in literals:
             for index in self._started_by.get(literal, ()):
-                if all(not clause.isdisjoint(literals) for clause in self._clauses[index]):
+                if (ordinary or self._is_rare(index)) and all(
+                    not clause.isdisjoint(literals) for clause in self._clauses[index]
+                ):
                     wanted.add(index)
         return tuple(sorted(wanted))
 
     def scan(self, chunk: bytes) -> Iterator[Hit]:
-        """The lines of a chunk that match something, in order. A chunk should begin and end where lines do."""
+        """The lines of a chunk that match something that is not ordinary, in order. A chunk should begin and end where lines do."""
         for start, end in self.candidates(chunk):
-            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)])
+            matches = self.match_bytes(chunk[start : min(end, start + LINE_LIMIT)], ordinary=False)
             if matches:
                 yield Hit(start, end, matches)
 
     def candidates(self, chunk: bytes) -> Iterator[tuple[int, int]]:
-        """Start and end of the lines that may match, which no other line does; for callers that change lines before matching."""
+        """Start and end of the lines that may match something that is not ordinary, which no other line does; for callers that
+        change lines before matching."""
         if b"\r" in chunk:
             chunk = chunk.replace(b"\r", b"\n")
         at, size = 0, len(chunk)

@@ -32,6 +32,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `pattern`: RE2 syntax, any of them; none for events made by a parser or a rule. Named groups that become fields of the event:
     bdf, gpu, uuid, nic, rank, local_rank, node, job; all are in `attrs`. `by_code`: the group whose value picks the entry that is
     meant: "xid" with code 79 gives events of signature "xid.79" (or "xid.79.<variant>", catalog/coded.py).
+    `ordinary`: lines of logs in which nothing is wrong have it too, so that long logs are not stopped at it; it counts in short
+    documents, around faults, and at the end of a log.
     `examples` must match, `near_misses` must not. `applies`: driver branch, GPU generation or library versions, as text.
     """
 
@@ -47,6 +49,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     never: tuple[Action, ...] = ()
     clears: tuple[str, ...] = ()
     by_code: str = ""
+    ordinary: bool = False
     stream: Stream = "any"
     pattern: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()

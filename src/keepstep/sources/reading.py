@@ -204,7 +204,7 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
     for document in documents:
         found = Collapser()
         monitors = monitor_events(document, whole.catalog)
-        for event in line_events(document, whole.matcher, whole.catalog):
+        for event in line_events(document, whole.matcher, ordinary=whole.deep):
             if event.evidence.line not in monitors.claimed:
                 found.add(event)
         read_as, parsed = _parsed(document, whole.catalog)
@@ -323,6 +323,15 @@ def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, or
     whole.used.append(Used(path, "", "log lines, streamed", len(events), scanner.lines))
 
 
+def _ordinary(whole: _Whole, document: Document) -> list[Event]:
+    """What a long log is not stopped at, in a piece of it: facts that lines have in which nothing is wrong."""
+    return [e for e in line_events(document, whole.matcher) if _is_ordinary(whole.catalog, e)]
+
+
+def _is_ordinary(catalog: Catalog, event: Event) -> bool:
+    return event.signature in catalog and catalog[event.signature].ordinary
+
+
 def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: Scanner, tail: bytes) -> list[Event]:
     """What parsers make of the pieces that were cut out, and of the end; steps that were made are looked for at the end."""
     cutter.finish()
@@ -331,12 +340,12 @@ def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: S
         near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
         for document in split(path, window.text, near):
             found += _parsed(document, whole.catalog)[1]
-        found += _completed(block_events(document, whole.catalog), document)
+            found += _ordinary(whole, document)
     tail = tail[tail.find(b"\n") + 1 :]
     number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
     for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
         found += _parsed(document, whole.catalog)[1]
-        found += _completed(block_events(document, whole.catalog), document)
+        found += _ordinary(whole, document)
         found += progress_events(document, whole.catalog)
         whole.facts.append(facts_of(document))
     seen: set[tuple[int, str]] = set()

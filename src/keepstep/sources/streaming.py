@@ -128,7 +128,7 @@ class Scanner:
             raw = body[start : min(end, start + LINE_BYTES)]
             key = (_TIMES.sub(b"", raw[:PREFIX_BYTES]), raw[PREFIX_BYTES:])
             known = self._known.get(key)
-            if known is None and not self._matcher.match_bytes(raw):
+            if known is None and not self._matcher.match_bytes(raw, ordinary=False):
                 continue
             number += body.count(b"\n", counted, start)
             counted = start
@@ -140,7 +140,7 @@ class Scanner:
                 yield self._told(body, known)
             line = self._line(body, start, end, number)
             if known is None:
-                known = self._learn(key, self._matcher.match_line(line.text))
+                known = self._learn(key, self._matcher.match_line(line.text, ordinary=False))
             known.seen += 1
             known.end = end
             if any(m.signature.severity in _SEVERE for m in known.matches) and known.seen < MANY:

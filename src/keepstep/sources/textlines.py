@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Match, Matcher
 from keepstep.records.event import Event, Evidence, Gpu, bounded
 from keepstep.sources.documents import Document, Line
@@ -27,14 +26,14 @@ _DENIED = re.compile(r"(?i)\b(?:no|not|never|without|neither|nor|none of|nothing
 _INDEX = re.compile(r"\d{1,3}\Z")
 
 
-def line_events(document: Document, matcher: Matcher, catalog: Catalog) -> Iterator[Event]:
-    """An event for every signature of every line."""
+def line_events(document: Document, matcher: Matcher, ordinary: bool = True) -> Iterator[Event]:
+    """An event for every signature of every line. `ordinary`: see Signature."""
     known: dict[str, list[Match]] = {}
     for line in document.lines:
         text = line.text[:MATCH_LIMIT]
         matches = known.get(text)
         if matches is None:
-            matches = matcher.match_line(text)
+            matches = matcher.match_line(text, ordinary)
             if matches and text.startswith(NOTES):
                 matches = _not_denied(matches, text, matcher)
             if len(known) < KNOWN_LINES:
