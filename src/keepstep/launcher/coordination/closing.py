@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from keepstep.goodput.facts import ATTRIBUTED_TIERS
+from keepstep.launcher.coordination.incidents import ATTRIBUTED, incident_id
 from keepstep.launcher.coordination.noprogress import Progress, after_failed_cycle
 from keepstep.launcher.coordination.rules import Ended, Outcome, cause_of, first_failure, says_code_bug
 from keepstep.launcher.messages import Failure
 from keepstep.records.cycle import VerdictFile
 from keepstep.records.exits import exit_status_name
+from keepstep.records.timeline import Mark
 
 if TYPE_CHECKING:
     from keepstep.launcher.coordination.state import JobState
@@ -155,6 +158,23 @@ def _outside_fault(
 
 def _detail(rank: int, status: int | None, detail: str) -> str:
     return f"rank {rank}: {exit_status_name(status)}" if status is not None else detail
+
+
+def incident_of_cycle(job: JobState, closing: list[Record]) -> str | None:
+    """Name of the incident that the marks of an ending cycle make, None without a fault among them."""
+    faults = sum(r["type"] == "mark" and r["mark"]["kind"] == "fault" for r in closing)
+    return incident_id(len(job.incidents) + 1) if faults else None
+
+
+def attributed_records(job: JobState, name: str, fault: Mark, verdict: dict[str, Any]) -> list[Record]:
+    """The verdict on a failed cycle, and the end of the job where it calls for that."""
+    record = job.mark("attributed", fault.t_ns, incident=name, **{k: verdict[k] for k in ATTRIBUTED if k in verdict})
+    record["mark"] |= {"cycle": fault.cycle, "attempt": fault.attempt}
+    records = [record]
+    sure = verdict["tier"] in ATTRIBUTED_TIERS and verdict["action"] == "fail_fast"
+    if sure and job.shape.stop_on_attribution and job.phase != "done" and fault.attempt == job.attempt:
+        records.append({"type": "attribution_stop", "incident": name, "summary": f"{name}: {verdict['summary']}"})
+    return records
 
 
 def end_records(

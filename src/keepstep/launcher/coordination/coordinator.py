@@ -24,12 +24,13 @@ from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor, boot_id
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.coordination.admission import Admission, RefusedConnectionError
+from keepstep.launcher.coordination.closing import attributed_records
 from keepstep.launcher.coordination.commands import operate, status_of
 from keepstep.launcher.coordination.connection import Connection
 from keepstep.launcher.coordination.cyclefiles import CycleFiles
-from keepstep.launcher.coordination.diagnosing import END_WAIT_S, Attributed, Diagnosing
+from keepstep.launcher.coordination.diagnosing import END_WAIT_S, Attributed, Diagnosing, verdict_of
 from keepstep.launcher.coordination.holdings import Holdings
-from keepstep.launcher.coordination.incidents import own_verdict, said
+from keepstep.launcher.coordination.incidents import said
 from keepstep.launcher.coordination.job import Job
 from keepstep.launcher.coordination.journal import Journal, read_records
 from keepstep.launcher.coordination.leases import LeaseBook
@@ -75,7 +76,7 @@ class Coordinator:
         records = read_records(run_dir)
         self._read = len(records)
         self._files = CycleFiles(run_dir, self.job, config.attribution)
-        self._diagnosing = Diagnosing(run_dir, config.run_id, lambda found: self._queue.put_nowait(("", found)))
+        self._diagnosing = Diagnosing(run_dir, config, lambda found: self._queue.put_nowait(("", found)))
         opens = self._replay(records)
         same_boot = [o["anchor"] for o in opens if o["anchor"]["boot_id"] == boot_id()]
         self.anchor = msgspec.convert(same_boot[0], Anchor) if same_boot else Anchor.take()
@@ -99,7 +100,7 @@ class Coordinator:
         self._commit([self._open_record(), *self._opening_marks(new, started_boot_ns)])
         self._files.write_replayed()
         # Those that an earlier coordinator did not come to.
-        self._want_verdicts(0)
+        self._diagnosing.want_from(self.job, 0)
         if self.job.phase == "done":
             # The one before wrote its verdict to the journal and may not have got any further.
             self._files.write_end()
@@ -300,7 +301,7 @@ class Coordinator:
                     self._files.note_ended()
                 elif record["type"] in CHANGES_CYCLE or len(self.job.incidents) > incidents:
                     self._files.note_changed()
-                self._want_verdicts(incidents)
+                self._diagnosing.want_from(self.job, incidents)
             records.extend(new)
 
         # Only this task writes the journal: the watcher says who is gone, here it becomes a record.
@@ -313,7 +314,11 @@ class Coordinator:
                 self._connections.pop(node).close()
         attributed = [message for _, message in batch if isinstance(message, Attributed)]
         for found in attributed:
-            take(self._attributed(found))
+            verdict = verdict_of(found)
+            node = next((n for n in self.job.cycle.nodes if n in self._connections), "") if self.job.cycle else ""
+            text = f"{found.name}: {said(verdict)}"
+            self._send(node, m.Tell(epoch=self.journal.epoch, incident=found.name, text=text))
+            take(attributed_records(self.job, found.name, found.fault, verdict))
         for node, message in batch:
             if isinstance(message, Attributed):
                 continue
@@ -345,25 +350,6 @@ class Coordinator:
                 answer.set_result(result)
         self._answer_waiters()
         self._command_all()
-
-    def _want_verdicts(self, known: int) -> None:
-        """Have the failed cycles among the incidents after the first `known` looked at."""
-        if not self.config.attribution:
-            return
-        nodes = list(self.job.cycle.stopped) if self.job.cycle is not None else []
-        for name, mark in self.job.incidents[known:]:
-            if mark.kind == "fault" and name not in self.job.attributed:
-                self._diagnosing.want(name, mark, nodes)
-
-    def _attributed(self, found: Attributed) -> list[Record]:
-        """Say it, and what becomes of it."""
-        verdict = found.verdict
-        if verdict is None:
-            print(f"coordinator: {found.name}: no verdict: {found.problem}", file=sys.stderr, flush=True)
-            verdict = own_verdict(found.fault)
-        node = next((n for n in self.job.cycle.nodes if n in self._connections), "") if self.job.cycle else ""
-        self._send(node, m.Tell(epoch=self.journal.epoch, incident=found.name, text=f"{found.name}: {said(verdict)}"))
-        return self.job.attributed_records(found.name, found.fault, verdict)
 
     async def _make_durable(self, records: list[Record]) -> None:
         if records:

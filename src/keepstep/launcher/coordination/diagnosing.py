@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepstep.launcher.bounded import run_tool
-from keepstep.launcher.coordination.incidents import ATTRIBUTED, write_incident
+from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.incidents import ATTRIBUTED, own_verdict, write_incident
+from keepstep.launcher.coordination.state import JobState
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
 
@@ -36,19 +38,25 @@ class Attributed(NamedTuple):
 class Diagnosing:
     """Failed cycles that wait for a verdict, one looked at after the other."""
 
-    def __init__(self, run_dir: Path, run_id: str, report: Callable[[Attributed], None]) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig, report: Callable[[Attributed], None]) -> None:
         """`report` gets each verdict in the event loop, once its incident is written."""
         self._run_dir = run_dir
-        self._run_id = run_id
+        self._config = config
         self._report = report
         self._wanted: asyncio.Queue[tuple[str, Mark, Collection[str]]] = asyncio.Queue()
         self.open: set[str] = set()
         """Incidents without a verdict so far."""
 
-    def want(self, name: str, fault: Mark, nodes: Collection[str]) -> None:
-        """A cycle has failed. `nodes`: those whose evidence is to be waited for."""
-        self.open.add(name)
-        self._wanted.put_nowait((name, fault, nodes))
+    def want_from(self, job: JobState, known: int) -> None:
+        """Look at the failed cycles among the job's incidents after the first `known`; evidence of the nodes of the current
+        cycle that have stopped is waited for."""
+        if not self._config.attribution:
+            return
+        nodes = list(job.cycle.stopped) if job.cycle is not None else []
+        for name, mark in job.incidents[known:]:
+            if mark.kind == "fault" and name not in job.attributed:
+                self.open.add(name)
+                self._wanted.put_nowait((name, mark, nodes))
 
     async def serve(self) -> None:
         """Work until cancelled."""
@@ -69,14 +77,23 @@ class Diagnosing:
             done = run_tool(command, DIAGNOSIS_LIMIT_S)
             if done.returncode:
                 return Attributed(name, fault, None, _last_line(done))
-            verdict = json.loads(done.stdout)
+            # The last line; a library's warning may stand before it.
+            verdict = json.loads(done.stdout.strip().rpartition(b"\n")[2])
             missing = [key for key in ATTRIBUTED if key not in verdict]
             if missing:
                 return Attributed(name, fault, None, f"a verdict without {', '.join(missing)}")
-            write_incident(self._run_dir, self._run_id, name, fault, verdict)
+            write_incident(self._run_dir, self._config.run_id, name, fault, verdict)
         except (OSError, TimeoutError, ValueError, TypeError, StorageError) as error:
             return Attributed(name, fault, None, str(error))
         return Attributed(name, fault, verdict)
+
+
+def verdict_of(found: Attributed) -> dict[str, Any]:
+    """The verdict; where there is none it says so, and it is the launcher's own word."""
+    if found.verdict is not None:
+        return found.verdict
+    print(f"coordinator: {found.name}: no verdict: {found.problem}", file=sys.stderr, flush=True)
+    return own_verdict(found.fault)
 
 
 def _last_line(done: subprocess.CompletedProcess[bytes]) -> str:

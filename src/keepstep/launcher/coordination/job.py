@@ -12,11 +12,15 @@ from typing import Any
 
 import msgspec
 
-from keepstep.goodput.facts import ATTRIBUTED_TIERS
 from keepstep.launcher import messages as m
-from keepstep.launcher.coordination.closing import closing_marks, end_records, ended_cycle, never_started
+from keepstep.launcher.coordination.closing import (
+    closing_marks,
+    end_records,
+    ended_cycle,
+    incident_of_cycle,
+    never_started,
+)
 from keepstep.launcher.coordination.highwater import raise_high_water
-from keepstep.launcher.coordination.incidents import ATTRIBUTED, incident_id
 from keepstep.launcher.coordination.placement import Candidate, Placement, Shape, Waiting, place
 from keepstep.launcher.coordination.rules import Outcome, decide, fingerprint, first_failure
 from keepstep.launcher.coordination.state import JobShape, JobState, NodeState, Record
@@ -399,7 +403,7 @@ class Job(JobState):
         outcome = decide(ended)
         records = closing_marks(self, ended, outcome)
         if outcome.action == "end":
-            return records + end_records(self, now_ns, outcome, ended, self._incident_of_cycle(records))
+            return records + end_records(self, now_ns, outcome, ended, incident_of_cycle(self, records))
         records.append(self.mark("decided", now_ns, action="restart", counted=outcome.counted, rule=outcome.rule))
         records.append(self.mark("cycle_ended", now_ns, reason=outcome.cause))
         records.append(
@@ -412,23 +416,6 @@ class Job(JobState):
                 "progress": msgspec.to_builtins(ended.progress),
             }
         )
-        return records
-
-    def _incident_of_cycle(self, closing: list[Record]) -> str | None:
-        """Name of the incident that the marks of an ending cycle make."""
-        faults = sum(r["type"] == "mark" and r["mark"]["kind"] == "fault" for r in closing)
-        return incident_id(len(self.incidents) + 1) if faults else None
-
-    def attributed_records(self, name: str, fault: Mark, verdict: dict[str, Any]) -> list[Record]:
-        """Records of the verdict on a failed cycle, and of the end of the job where it calls for that."""
-        record = self.mark(
-            "attributed", fault.t_ns, incident=name, **{k: verdict[k] for k in ATTRIBUTED if k in verdict}
-        )
-        record["mark"] |= {"cycle": fault.cycle, "attempt": fault.attempt}
-        records = [record]
-        sure = verdict["tier"] in ATTRIBUTED_TIERS and verdict["action"] == "fail_fast"
-        if sure and self.shape.stop_on_attribution and self.phase != "done" and fault.attempt == self.attempt:
-            records.append({"type": "attribution_stop", "incident": name, "summary": f"{name}: {verdict['summary']}"})
         return records
 
     def _marker(self) -> int | None:
