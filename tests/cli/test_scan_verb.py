@@ -98,7 +98,7 @@ class TestWhatIsWanted:
     def test_a_truncated_list_says_so(self, log: Path) -> None:
         assert "1 of 3 events shown" in scan(log, "--limit", "1", "-o", "json").stderr
 
-    def test_entries_of_a_site(self, tmp_path: Path) -> None:
+    def test_entries_of_a_site(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         entry = {
             "id": "site.gateway",
             "kind": "storage.error",
@@ -113,9 +113,13 @@ class TestWhatIsWanted:
             "reason": "its own words",
         }
         lines = [f"{name} = {json.dumps(value)}" for name, value in entry.items()]
-        (tmp_path / "site.toml").write_text("\n".join(["[[signature]]", *lines]))
-        (record,) = found("-", "--catalog", tmp_path / "site.toml", stdin="12:00:01 GATEWAY-g3 IS DOWN\n")
-        assert (record["signature"], record["node"]) == ("site.gateway", "g3")
+        own, line = tmp_path / "catalog.d" / "site.toml", "12:00:01 GATEWAY-g3 IS DOWN\n"
+        own.parent.mkdir()
+        own.write_text("\n".join(["[[signature]]", *lines]))
+        (given,) = found("-", "--catalog", own, stdin=line)
+        monkeypatch.setenv("KEEPSTEP_HOME", str(tmp_path))
+        (installed,) = found("-", stdin=line)
+        assert [(r["signature"], r["node"]) for r in (given, installed)] == [("site.gateway", "g3")] * 2
 
 
 class TestExitCodes:

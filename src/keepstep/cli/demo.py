@@ -30,6 +30,7 @@ from rich.table import Table
 
 from keepstep.cli.goodput import read_cycles, render_goodput
 from keepstep.cli.output import emit, make_console, note, output_option
+from keepstep.goodput.facts import UNKNOWN_CAUSE, canonical, cycle_facts
 from keepstep.launcher.coordination.journal import epochs, read_marks
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import PHASES, Goodput
@@ -251,6 +252,8 @@ class Evidence:
         self.files, self.ledger = files, read_ledger(files.ledger)
         self.cycles, self.marks = read_cycles(files.run_dir), read_marks(files.run_dir)
         self.epochs = epochs(files.run_dir)
+        # The class that the time lost is charged to.
+        self.causes = {f.cycle: f.fault.cause for f in cycle_facts(canonical(self.marks)) if f.fault is not None}
         self.goodput = from_json((files.run_dir / "summary.json").read_bytes(), Goodput)
 
     def mark(self, kind: str, cycle: int) -> Mark | None:
@@ -277,14 +280,14 @@ def judge_fault(injection: Injection, spec: str, evidence: Evidence, failures: l
         return fault
     occurred_ns, detected_ns = int(ended.attrs["occurred_ns"]), int(ended.attrs["detected_ns"])
     text = f"cycle {after} went on at step {evidence.restored().get(after)}"
-    cause = str(ended.attrs.get("cause", "unknown"))
+    cause = evidence.causes.get(injection.cycle, UNKNOWN_CAUSE)
     if injection.kind == "corrupt-checkpoint":
         # Noticed when it is to be restored, before a byte of it is parsed; the flipped bit's time is the file's own.
         refused = evidence.mark("quarantined", after)
         if refused is None:
             failures.append(f"{spec}: no checkpoint was refused in cycle {after}")
             return fault
-        name, detected_ns, cause = str(refused.attrs.get("checkpoint")), refused.t_ns, "unknown"
+        name, detected_ns, cause = str(refused.attrs.get("checkpoint")), refused.t_ns, UNKNOWN_CAUSE
         occurred_ns = max(p.stat().st_mtime_ns for p in (evidence.files.checkpoints / name).glob("rank-*"))
         text = f"{name} refused; {text}"
     elif (ended.attrs.get("kind") == "hang", ended.attrs.get("rank")) != (injection.kind in HANGS, injection.rank):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 
+from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
 from keepstep.cli.output import NotFoundError, emit, note, output_option
 from keepstep.cli.runs import Column, clock, moment_ns, print_table
 from keepstep.records.errors import ConfigError, KeepstepError
@@ -89,7 +90,7 @@ class Wanted(NamedTuple):
 @click.option("--severity", type=click.Choice(SEVERITIES), default="info", help="At least this severe.")
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only of this node; may be repeated, * works.")
 @click.option("--signature", "signatures", multiple=True, metavar="ID", help="Only with this signature: xid.79, xid.*")
-@click.option("--catalog", "catalogs", multiple=True, type=click.Path(path_type=Path), help="A site's entries (TOML).")
+@catalog_option
 @click.option("--limit", type=click.IntRange(min=0), help="Only the first N; 0 is all. A table has 500 by default.")
 @output_option
 def scan(
@@ -101,7 +102,7 @@ def scan(
     severity: Severity,
     nodes: tuple[str, ...],
     signatures: tuple[str, ...],
-    catalogs: tuple[Path, ...],
+    catalog_files: tuple[Path, ...],
     limit: int | None,
     output: str,
 ) -> None:
@@ -109,8 +110,6 @@ def scan(
 
     Lines that say the same are one event with a count.
     """
-    from keepstep.catalog.load import load
-
     now_ns = time.time_ns()
     wanted = Wanted(
         since_ns=None if since is None else moment_ns(since, now_ns, "--since"),
@@ -120,11 +119,11 @@ def scan(
         signatures=signatures,
     )
     if follow:
-        _follow(paths, cursor_file, wanted, load(catalogs))
+        _follow(paths, cursor_file, wanted, chosen_catalog(catalog_files))
         return
     if cursor_file is not None:
         raise ConfigError("--cursor-file goes with --follow: files are read from their begin")
-    _files(paths, wanted, load(catalogs), limit, output)
+    _files(paths, wanted, chosen_catalog(catalog_files), limit, output)
 
 
 def _files(paths: Sequence[str], wanted: Wanted, catalog: Catalog, limit: int | None, output: str) -> None:

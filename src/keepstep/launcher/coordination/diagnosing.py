@@ -97,5 +97,5 @@ def verdict_of(found: Attributed) -> dict[str, Any]:
 
 
 def _last_line(done: subprocess.CompletedProcess[bytes]) -> str:
-    lines = (done.stderr or done.stdout or b"").decode(errors="replace").strip().splitlines()
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
     return f"exit {done.returncode}: {lines[-1] if lines else 'no output'}"
