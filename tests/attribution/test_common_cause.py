@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from keepstep.attribution.history import Past, compared
@@ -9,8 +12,9 @@ from keepstep.attribution.incident import LONGEST_WAIT_S, incidents
 from keepstep.attribution.places import RankMap
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.catalog.load import Catalog, shipped
+from keepstep.records.codec import from_json, to_json
 from keepstep.records.event import Event
-from keepstep.records.verdict import Verdict
+from keepstep.records.verdict import Verdict, verdict_fields, verdict_of
 from tests.attribution.making import CATALOG, GPU, T0, S, attribute, entry, event
 
 WITH_COMMON = Catalog(
@@ -187,6 +191,21 @@ class TestHistory:
     def test_what_comes_later_is_no_history(self) -> None:
         past = [Past(verdict_on("script.error", 0, node="a"), T0 + 10_000 * S)]
         assert compared(verdict_on("script.error", 900, node="b"), T0 + 900 * S, past) == []
+
+    def test_a_verdict_that_was_written_down_compares_like_the_one_it_was(self) -> None:
+        verdict = verdict_on("script.error", 0, node="a")
+        stored = from_json(to_json(verdict_fields(verdict)), dict[str, Any])
+        assert verdict_of(stored) == msgspec.structs.replace(verdict, evidence=[])
+        signs = compared(verdict_on("script.error", 900, node="b"), T0 + 900 * S, [Past(verdict_of(stored), T0)])
+        assert [s.signature for s in signs] == ["derived.history.software"]
+
+    @pytest.mark.parametrize("wrong", [{"schema": "keepstep.verdict/2"}, {"action": "panic"}, {"entity": 3}])
+    def test_what_is_no_verdict_is_refused(self, wrong: dict[str, Any]) -> None:
+        fields = verdict_fields(verdict_on("script.error", 0, node="a")) | wrong
+        with pytest.raises(msgspec.ValidationError):
+            verdict_of(fields)
+        with pytest.raises(msgspec.ValidationError):
+            verdict_of({k: v for k, v in fields.items() if k != "schema"})
 
 
 def test_what_ranks_say_of_a_peer_is_no_common_cause() -> None:

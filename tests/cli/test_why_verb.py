@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from keepstep.cli.bundle import nodes_of
 from keepstep.cli.main import main
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import Cycle, RankPlace
@@ -204,6 +205,67 @@ class TestRunFolder:
 
     def test_a_cycle_needs_a_run(self, kernel: Path) -> None:
         assert why(str(kernel), "--cycle", "0").exit_code == 2
+
+    def test_the_same_failure_on_another_node_before_travels_with_the_job(self, run_folder: Path) -> None:
+        (run_folder / "evidence/cycle-0000/gpu-17/kernel.log").unlink()
+        alone = fields(str(run_folder))
+        assert "derived.history.software" not in {e["signature"] for e in alone["evidence"]}
+        before = alone | {"entity": alone["entity"] | {"node": "gpu-9"}}
+        record = {"schema": "keepstep.incident/1", "id": "INC-0001", "run_id": "run-1", "attempt": 0, "cycle": 0,
+                  "time": "2031-03-03T03:00:00Z", "kind": "cycle.failed", "attrs": {}, "verdict": before}  # fmt: skip
+        (run_folder / "incidents/INC-0001.json").write_text(json.dumps(record))
+        later = json.loads((run_folder / "cycles/cycle-0000.json").read_bytes()) | {"cycle": 2}
+        (run_folder / "cycles/cycle-0002.json").write_text(json.dumps(later))
+        (run_folder / "logs/cycle-0002.log").write_text(f"[rank 3] {OOM}")
+        found = fields(str(run_folder), "--cycle", "2")
+        assert "derived.history.software" in {e["signature"] for e in found["evidence"]}
+        assert found["signature"] == alone["signature"]
+        own = fields(str(run_folder), "--cycle", "0")
+        assert "derived.history.software" not in {e["signature"] for e in own["evidence"]}, (
+            "a cycle is no past of its own"
+        )
+
+
+FIVE_HOURS_LATER = GONE.replace("T04:", "T09:").replace("gpu-17", "gpu-21").replace("0000:3b", "0000:9c")
+
+
+class TestSeveralIncidents:
+    def test_two_faults_hours_apart_on_two_nodes_are_two(self, kernel: Path) -> None:
+        kernel.write_text(GONE + FIVE_HOURS_LATER)
+        first, second = fields(str(kernel))["incidents"]
+        assert set(first) == {"begin", "end", "class", "signature", "action", "entity", "summary"}
+        assert [i["entity"]["node"] for i in (first, second)] == ["gpu-17", "gpu-21"]
+        assert first["begin"].startswith("2031-03-03T04:05:06") and second["end"].startswith("2031-03-03T09:05:06")
+        assert {i["action"] for i in (first, second)} == {"cordon_node"}
+
+    def test_the_table_names_the_one_that_the_verdict_is_not_of(self, kernel: Path) -> None:
+        kernel.write_text(GONE + FIVE_HOURS_LATER)
+        node = fields(str(kernel))["entity"]["node"]
+        (also,) = [row for row in why(str(kernel), "-o", "table").output.splitlines() if row.startswith("ALSO")]
+        assert {"gpu-17": "09:05:06", "gpu-21": "04:05:06"}[node] in also and node not in also
+
+    def test_one_fault_is_none_of_several(self, kernel: Path) -> None:
+        assert "incidents" not in fields(str(kernel))
+        kernel.write_text(GONE + GONE.replace(":06+", ":36+").replace("79, pid", "154, pid"))
+        assert "incidents" not in fields(str(kernel))
+
+    def test_what_the_job_went_on_after_is_nothing_to_act_on_any_more(self, tmp_path: Path) -> None:
+        log = tmp_path / "job.log"
+        day = "2031-03-03T{}:00:00Z "
+        steps = "".join(f"{day.format('05')[:-5]}{m:02d}:00Z step {m} loss 2.1\n" for m in range(30))
+        log.write_text(f"{day.format('04')}{OOM}{steps}{day.format('10')}{OOM}")
+        found = fields(str(log))
+        assert [i["action"] for i in found["incidents"]] == ["none", found["action"]]
+        assert found["action"] != "none"
+
+    def test_of_very_many_only_the_newest_are_told(self, kernel: Path) -> None:
+        kernel.write_text("".join(GONE.replace("T04", f"T{h:02d}").replace("3b", f"{h:02x}") for h in range(24)))
+        found = fields(str(kernel))["incidents"]
+        assert len(found) == 20 and found[-1]["begin"].startswith("2031-03-03T23:05:06")
+
+    def test_an_archive_for_others_names_no_node_of_any(self, kernel: Path, tmp_path: Path) -> None:
+        kernel.write_text(GONE + FIVE_HOURS_LATER)
+        assert {"gpu-17", "gpu-21"} <= nodes_of(fields(str(kernel)))
 
 
 class Endpoint:

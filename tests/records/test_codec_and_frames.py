@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.records.codec import from_json, rfc3339, to_pretty_json
+from keepstep.records.codec import from_json, from_rfc3339, rfc3339, to_pretty_json
 from keepstep.records.frames import MAX_FRAME_BYTES, pack, recv_frame
 from keepstep.records.timeline import Mark
 
@@ -25,6 +25,13 @@ def test_times_read_back_to_the_microsecond(time_ns: int) -> None:
     moment = datetime.datetime.fromisoformat(f"{text[:26]}+00:00")
     micros = round((moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)) / datetime.timedelta(microseconds=1))
     assert micros * 1000 + int(text[26:29]) == time_ns
+    assert from_rfc3339(text) == time_ns
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2031-03-03T04:05:06", "2031-13-03T04:05:06Z"])
+def test_what_is_no_time_or_names_no_zone_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_rfc3339(text)
 
 
 def test_pretty_json_is_the_same_value() -> None:

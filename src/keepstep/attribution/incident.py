@@ -46,8 +46,10 @@ class _Sets:
         self._parent[second] = first
 
 
-def incidents(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED) -> list[Incident]:
-    """The incidents in a stream of events, oldest first. Stale events belong to none.
+def incidents(
+    events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPPED, most: int | None = None
+) -> list[Incident]:
+    """The incidents in a stream of events, oldest first; `most`: only so many, the newest. Stale events belong to none.
 
     Two signs are of one incident when they are of one job or node, LONGEST_WAIT_S apart at most, and the job made no progress
     between them; or when several machines show the same within minutes. Signs without a time join the only incident there is.
@@ -66,7 +68,8 @@ def incidents(events: Sequence[Event], catalog: Catalog, ranks: RankMap = UNMAPP
     if untimed and len(groups) <= 1:
         # Nothing says that they are of another incident, nor which of the other events belong to it.
         return [_incident([*timed, *untimed], live, ranks)]
-    found = [_incident(members, _around(members, live, catalog, steps), ranks) for members in groups.values()]
+    kept = list(groups.values())[-most:] if most is not None else groups.values()
+    found = [_incident(members, _around(members, live, catalog, steps), ranks) for members in kept]
     return [*found, _incident(untimed, untimed, ranks)] if untimed else found
 
 

@@ -154,6 +154,7 @@ def contents(fields: dict[str, Any], texts: Sequence[Text], left_out: Sequence[s
 def nodes_of(fields: dict[str, Any]) -> set[str]:
     """Nodes that the verdict and its events name."""
     events = [fields.get("entity") or {}, fields.get("first_cause") or {}, *fields.get("evidence", [])]
+    events += [one["entity"] for one in fields.get("incidents", [])]
     return {str(e["node"]) for e in events if e.get("node")}
 
 

@@ -77,9 +77,11 @@ def judged(
     question: Asked, since_ns: int | None, until_ns: int | None, explain: bool, catalog_files: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """The verdict on what is asked about, as keepstep.verdict/1 with what it came from. Raises KeepstepError."""
-    from keepstep.launcher.diagnosis import diagnose, diagnosis_fields
+    from keepstep.launcher.diagnosis import diagnose, diagnosis_fields, earlier_incidents, incident_fields
 
     catalog = chosen_catalog(catalog_files)
+    folder, cycle = question.folder, question.cycle
+    past = [] if folder is None or cycle is None else earlier_incidents(folder, cycle.cycle)
     found = diagnose(
         question.paths,
         question.ranks,
@@ -87,13 +89,16 @@ def judged(
         matcher=matcher_of(catalog),
         since_ns=since_ns,
         until_ns=until_ns,
+        past=past,
     )
     if not found.reading.used and found.hang is None:
         because = "; ".join(found.reading.unreadable) or "no files in it"
         raise KeepstepError(f"nothing could be read: {because}")
     fields = diagnosis_fields(found, catalog)
-    if question.cycle is not None:
-        fields["cycle"] = question.cycle.cycle
+    if cycle is not None:
+        fields["cycle"] = cycle.cycle  # one cycle is one incident
+    elif several := incident_fields(found, catalog, question.ranks):
+        fields["incidents"] = several
     return fields | ({"scores": scores_of(found.judgement)} if explain else {})
 
 

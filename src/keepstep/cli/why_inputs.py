@@ -26,11 +26,13 @@ WELL_ENDED = frozenset({"succeeded", "success", "finished", None})
 
 
 class Asked(NamedTuple):
-    """`paths`: what is to be read; "-" is standard input. `recorded`: a whole verdict that is in the ledger already."""
+    """`paths`: what is to be read; "-" is standard input. `folder`: of the run whose `cycle` it is. `recorded`: a whole verdict
+    that is in the ledger already."""
 
     paths: tuple[str, ...]
     ranks: RankMap = UNMAPPED
     cycle: Cycle | None = None
+    folder: Path | None = None
     recorded: dict[str, Any] | None = None
 
 
@@ -84,7 +86,7 @@ def _of_run(folder: Path, number: int | None) -> Asked:
             raise NotFoundError(f"{folder} has no cycle {number}; it has {known}")
     if chosen is None:
         return Asked((str(folder),))
-    return Asked(tuple(cycle_paths(folder, chosen.cycle)), map_of_cycle(chosen), chosen)
+    return Asked(tuple(cycle_paths(folder, chosen.cycle)), map_of_cycle(chosen), chosen, folder)
 
 
 def _of_incident(folder: Path, name: str) -> Asked:

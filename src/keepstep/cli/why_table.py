@@ -43,9 +43,19 @@ def show(fields: Fields, console: Console, *, wide: bool) -> None:
         words = CLASS_WORDS.get(other["class"], "")
         text = f"{other['class']:<10} {other['confidence']:.2f}  {other['why_not']}"
         _row(console, "" if number else "OR ELSE", Text(harmless(text if not wide else f"{text} [{words}]")))
+    for number, other in enumerate(_others(fields)):
+        span = f"{other['begin'][:19]} to {other['end'][:19]}".replace("T", " ")
+        text = f"{span}  {other['class']}/{other['action']}  {other['summary']}"
+        _row(console, "" if number else "ALSO", Text(harmless(text)))
     for number, text in enumerate(fields["missing"]):
         _row(console, "" if number else "MISSING", Text(harmless(text)))
     _inputs(fields, console, wide)
+
+
+def _others(fields: Fields) -> list[Fields]:
+    """The incidents that the verdict's first cause is not of."""
+    at = str((fields["first_cause"] or {}).get("time") or "")
+    return [one for one in fields.get("incidents", []) if not one["begin"] <= at <= one["end"]]
 
 
 def entity_words(entity: Fields) -> str:

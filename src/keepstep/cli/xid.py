@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 _LINE = re.compile(r"(?P<kind>S?Xid) ?\([^)]*\): (?P<code>\d{1,6})(?:, (?P<detail>.*))?")
 _CODE = re.compile(r"(?:(?P<kind>s?xid)[ .:=#-]*)?(?P<code>\d{1,6})", re.IGNORECASE)
-_WRAP = 100
 
 
 @click.command(epilog='CODE is 94, "xid 94", or a line of the kernel log in quotes. Exit codes: 6 no such code.')

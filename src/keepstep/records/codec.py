@@ -6,6 +6,7 @@ Inside, times are int64 nanoseconds since the Unix epoch; outside they are RFC 3
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,3 +36,13 @@ def rfc3339(time_ns: int) -> str:
     seconds, nanos = divmod(time_ns, 1_000_000_000)
     moment = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{nanos:09d}Z"
+
+
+def from_rfc3339(text: str) -> int:
+    """RFC 3339 time, of up to nine digits, in UTC nanoseconds. Raises ValueError, also where it names no zone."""
+    moment = datetime.datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone")
+    whole = int(moment.replace(microsecond=0).timestamp()) * 1_000_000_000
+    fraction = re.search(r"\.(\d{1,9})", text)
+    return whole + (int(fraction[1].ljust(9, "0")) if fraction else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -14,7 +15,6 @@ CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
 Tier = Literal["certain", "probable", "possible", "unknown"]
 
 Action = Literal["none", "restart_job", "fail_fast", "cordon_node", "drain_at_checkpoint", "reset_gpu", "ask_human"]
-ACTIONS: tuple[Action, ...] = get_args(Action)
 NODE_ACTIONS: frozenset[str] = frozenset({"cordon_node", "drain_at_checkpoint", "reset_gpu"})
 """Actions that take hardware out of service."""
 
@@ -55,7 +55,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     `evidence`: oldest first. `missing`: what would have decided it and was not there.
     """
 
-    schema: str = "keepstep.verdict/1"
+    schema: Literal["keepstep.verdict/1"] = "keepstep.verdict/1"
     fault_class: FaultClass = msgspec.field(name="class")
     signature: str
     confidence: float
@@ -80,3 +80,10 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
         for w in verdict.evidence
     ]
     return fields
+
+
+def verdict_of(fields: Mapping[str, Any]) -> Verdict:
+    """What `verdict_fields` gave, as a verdict again, without its evidence. Raises msgspec.ValidationError for anything else."""
+    # Whoever compares verdicts needs what they say; what they rest on is most of their size.
+    kept = {name: value for name, value in fields.items() if name != "evidence"}
+    return msgspec.convert({"schema": None} | kept, Verdict)

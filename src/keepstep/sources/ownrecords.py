@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from keepstep.catalog.load import Catalog
+from keepstep.records.codec import from_rfc3339
 from keepstep.records.event import Event, Evidence, bounded
 from keepstep.sources.documents import Document
 
@@ -60,7 +60,8 @@ def _cycle_events(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(fault, dict):
         return
     common: dict[str, Any] = {"cycle": int(record["cycle"]), "node": fault.get("node"), "job": record.get("run_id")}
-    common |= {"time_ns": _utc_ns(fault.get("occurred_at")), "time_quality": "exact"}
+    at = fault.get("occurred_at")
+    common |= {"time_ns": from_rfc3339(at) if isinstance(at, str) else None, "time_quality": "exact"}
     common |= {"text": f"cycle {record['cycle']}: {fault.get('kind')}: {fault.get('detail')}"}
     rank = fault.get("rank")
     common["rank"] = rank if isinstance(rank, int) else None
@@ -102,12 +103,3 @@ def user_frame(stacks: str) -> str | None:
         elif (match := _FRAME.search(line)) and not any(part in match["file"] for part in _LIBRARY):
             frames.append(f"{match['file']}:{match['line']} in {match['function']}")
     return frames[0] if frames else None
-
-
-def _utc_ns(text: object) -> int | None:
-    """RFC 3339 with up to nine digits -> UTC nanoseconds."""
-    if not isinstance(text, str):
-        return None
-    whole, _, fraction = text.rstrip("Z").partition(".")
-    moment = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
-    return int(moment.timestamp()) * 1_000_000_000 + int(fraction.ljust(9, "0")[:9] or 0)

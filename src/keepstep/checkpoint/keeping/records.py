@@ -6,7 +6,6 @@ as far as its name tells, since keeping too much can be put right.
 
 from __future__ import annotations
 
-import datetime
 import getpass
 import os
 import re
@@ -27,7 +26,7 @@ from keepstep.checkpoint.keeping.retention import Suspicion
 from keepstep.checkpoint.storage.source import Sink, Source
 from keepstep.checkpoint.trust import permits
 from keepstep.checkpoint.trust.envelope import open_bundle
-from keepstep.records.codec import rfc3339, to_pretty_json
+from keepstep.records.codec import from_rfc3339, rfc3339, to_pretty_json
 from keepstep.records.errors import ConfigError, VerificationError
 
 SUSPICION = "suspicion"
@@ -172,16 +171,6 @@ def whoami() -> str:
     return f"{user}@{socket.gethostname()}:{os.getpid()}"
 
 
-def time_ns(text: str) -> int:
-    """RFC 3339 time in UTC nanoseconds. Raises ValueError."""
-    moment = datetime.datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        raise ValueError(f"{text!r} has no time zone")
-    whole = int(moment.replace(microsecond=0).timestamp()) * 1_000_000_000
-    fraction = re.search(r"\.(\d{1,9})", text)
-    return whole + (int(fraction[1].ljust(9, "0")) if fraction else 0)
-
-
 def _by_checkpoint(notes: dict[str, TierNote | None]) -> dict[str, list[Reached]]:
     """The notes of each checkpoint together. Their names count, as for all side records, not what they say they are about."""
     result: dict[str, list[Reached]] = {}
@@ -214,7 +203,7 @@ def time_in(data: bytes, now_ns: int) -> int:
     """The time that a record says, in UTC nanoseconds; `now_ns` when it says none."""
     record: dict[str, Any] | None = _decode(data, dict[str, Any])
     try:
-        return time_ns(str((record or {}).get("time")))
+        return from_rfc3339(str((record or {}).get("time")))
     except (ValueError, OverflowError):
         return now_ns
 

@@ -16,8 +16,9 @@ from keepstep.launcher.files import write_durable
 from keepstep.records.codec import rfc3339, to_pretty_json
 from keepstep.records.timeline import Mark
 
+FAILED_CYCLE = "cycle.failed"
 _KINDS = {
-    "fault": "cycle.failed",
+    "fault": FAILED_CYCLE,
     "quarantined": "checkpoint.quarantined",
     "image_refused": "checkpoint.image_refused",
 }

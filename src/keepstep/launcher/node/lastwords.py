@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from keepstep.launcher.coordination.incidents import said
+from keepstep.launcher.coordination.incidents import FAILED_CYCLE, said
 from keepstep.launcher.files import write_durable
 from keepstep.records.codec import to_pretty_json
 from keepstep.records.cycle import VerdictFile
@@ -37,5 +37,5 @@ def untold(run_dir: Path, told: Collection[str], attempt: int) -> Iterator[str]:
     for path in sorted((run_dir / "incidents").glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             incident = json.loads(path.read_bytes())
-            if path.stem not in told and incident["kind"] == "cycle.failed" and incident["attempt"] == attempt:
+            if path.stem not in told and incident["kind"] == FAILED_CYCLE and incident["attempt"] == attempt:
                 yield f"{path.stem}: {said(incident['verdict'])}"
