@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,21 @@ TRACEBACK = (
     "    loss = weights[task]\n"
     "KeyError: 'task_3'\n"
 )
+
+GATEWAY = """
+[[signature]]
+id = "site.gateway"
+kind = "storage.error"
+title = "gateway down"
+severity = "error"
+role = "root"
+scope = "storage"
+depth = 2
+pattern = ['GATEWAY-(?P<node>\\w+) IS DOWN']
+examples = ["GATEWAY-g3 IS DOWN"]
+source = "our gateway"
+reason = "its own words"
+"""
 
 
 def dump(rank: int, last: int, op: str = "nccl:all_reduce", size: int = 1024) -> str:
@@ -158,3 +176,15 @@ def test_of_very_many_incidents_the_newest_count(tmp_path: Path) -> None:
         keep_incident(top, number, said)
     past = earlier_incidents(top, MOST_PAST + 20)
     assert [p.time_ns for p in past] == [(1 + n) * 10**12 for n in range(20, MOST_PAST + 20)]
+
+
+def test_a_coordinator_judges_by_the_sites_catalog(tmp_path: Path) -> None:
+    top = run_with(tmp_path / "r", ["a"])
+    (top / "logs/cycle-0000.log").write_text("12:00:01 GATEWAY-g3 IS DOWN\n")
+    changes = tmp_path / "home" / "catalog.d" / "site.toml"
+    changes.parent.mkdir(parents=True)
+    changes.write_text(GATEWAY)
+    command = [sys.executable, "-m", "keepstep.launcher.diagnosis", str(top), "0"]
+    env = {**os.environ, "KEEPSTEP_HOME": str(tmp_path / "home")}
+    said = json.loads(subprocess.run(command, env=env, capture_output=True, check=True, timeout=60).stdout)
+    assert said["signature"] == "site.gateway"

@@ -22,9 +22,10 @@ from keepstep.attribution.incident import Incident as Stretch
 from keepstep.attribution.incident import incidents
 from keepstep.attribution.places import UNMAPPED, RankMap, map_of_cycle
 from keepstep.attribution.verdict import Judgement, judge
-from keepstep.catalog.load import Catalog, shipped
+from keepstep.catalog.load import Catalog, load, shipped, site_files
 from keepstep.catalog.matcher import Matcher
 from keepstep.launcher.coordination.incidents import FAILED_CYCLE, Incident
+from keepstep.launcher.files import keepstep_home
 from keepstep.records.codec import from_json, from_rfc3339, rfc3339, to_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.event import Event, Evidence
@@ -132,14 +133,14 @@ def cycle_paths(run_dir: Path, cycle: int) -> list[str]:
     return [str(place) for place in places if place.exists()]
 
 
-def diagnose_cycle(run_dir: Path, cycle: int) -> Diagnosis:
+def diagnose_cycle(run_dir: Path, cycle: int, catalog: Catalog | None = None) -> Diagnosis:
     """The verdict on one cycle of a run folder."""
     try:
         ranks = map_of_cycle(from_json((run_dir / "cycles" / f"cycle-{cycle:04d}.json").read_bytes(), Cycle))
     except (OSError, msgspec.MsgspecError):
         # Written beside the work: it may not be there yet.
         ranks = UNMAPPED
-    return diagnose(cycle_paths(run_dir, cycle), ranks, past=earlier_incidents(run_dir, cycle))
+    return diagnose(cycle_paths(run_dir, cycle), ranks, catalog=catalog, past=earlier_incidents(run_dir, cycle))
 
 
 def earlier_incidents(run_dir: Path, cycle: int) -> list[Past]:
@@ -217,10 +218,11 @@ def diagnosis_fields(found: Diagnosis, catalog: Catalog) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the verdict on one cycle of a run folder as JSON."""
+    """Print the verdict on one cycle of a run folder, by this host's catalog, as JSON."""
     os.nice(NICENESS)
     run_dir, cycle = Path(sys.argv[1]), int(sys.argv[2])
-    sys.stdout.buffer.write(to_json(diagnosis_fields(diagnose_cycle(run_dir, cycle), shipped())))
+    catalog = load(site_files(keepstep_home()))
+    sys.stdout.buffer.write(to_json(diagnosis_fields(diagnose_cycle(run_dir, cycle, catalog), catalog)))
 
 
 if __name__ == "__main__":

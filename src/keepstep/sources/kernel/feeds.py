@@ -116,18 +116,23 @@ class KmsgFeed:
             return None
         lost, reason = _missing(self._last, parsed.seq, self._overrun, self._begin)
         self._last, self._overrun, self._begin = parsed.seq, False, ""
-        return Record(
-            text=("" if parsed.priority >> 3 else "kernel: ") + parsed.text,
-            position=Position(stream=self._boot, seq=parsed.seq),
-            boot_ns=parsed.boot_ns,
-            time_ns=utc_of(parsed.boot_ns),
-            boot=self._boot,
-            lost=lost,
-            reason=reason,
-        )
+        return _numbered(parsed, Position(stream=self._boot, seq=parsed.seq), lost, reason)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _numbered(parsed: KmsgRecord, position: Position, lost: int, reason: str) -> Record:
+    """A record in the format of /dev/kmsg; `position.stream` is the boot that it is of."""
+    return Record(
+        text=("" if parsed.priority >> 3 else "kernel: ") + parsed.text,
+        position=position,
+        boot_ns=parsed.boot_ns,
+        time_ns=utc_of(parsed.boot_ns),
+        boot=position.stream,
+        lost=lost,
+        reason=reason,
+    )
 
 
 def _missing(last: int | None, seq: int, overrun: bool, begin: str) -> tuple[int, str]:
@@ -169,15 +174,8 @@ class PipeFeed:
             return None
         lost, reason = _missing(self._last, parsed.seq, False, "")
         self._last = parsed.seq
-        return Record(
-            text=("" if parsed.priority >> 3 else "kernel: ") + parsed.text,
-            position=Position(stream=self._stream, seq=parsed.seq, boot_ns=parsed.boot_ns),
-            boot_ns=parsed.boot_ns,
-            time_ns=utc_of(parsed.boot_ns),
-            boot=self._stream,
-            lost=lost,
-            reason=reason,
-        )
+        at = Position(stream=self._stream, seq=parsed.seq, boot_ns=parsed.boot_ns)
+        return _numbered(parsed, at, lost, reason)
 
     def close(self) -> None:
         os.close(self._fd)
