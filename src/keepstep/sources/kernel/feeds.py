@@ -21,7 +21,7 @@ import msgspec
 
 from keepstep.records.errors import StorageError
 from keepstep.sources.kernel.cursor import Position
-from keepstep.sources.kernel.records import KMSG, RECORD_BYTES, boot_id, parse_kmsg, utc_of
+from keepstep.sources.kernel.records import KMSG, RECORD_BYTES, KmsgRecord, boot_id, parse_kmsg, utc_of
 from keepstep.sources.prefixes import strip
 from keepstep.sources.transports import journal_record
 
