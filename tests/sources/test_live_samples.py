@@ -18,8 +18,10 @@ import pytest
 
 from keepstep.attribution.verdict import attribute
 from keepstep.catalog.load import shipped
+from keepstep.catalog.matcher import Matcher
 from keepstep.records.event import Event
 from keepstep.sources.live import dcgm, ibsysfs, nvml
+from keepstep.sources.reading import read_text
 
 
 class NVMLError_GpuIsLost(Exception):
@@ -172,7 +174,8 @@ def exporter() -> Iterator[str]:
 
 
 def test_an_exporter_is_scraped(exporter: str) -> None:
-    events = dcgm.metric_events(f"{exporter}/metrics", shipped())
+    text = dcgm.scrape(f"{exporter}/metrics")
+    events = read_text("metrics", text, shipped(), Matcher(shipped())).events
     assert "gpu.remap_failed" in signatures(events) and {e.node for e in events} == {"n1"}
 
 

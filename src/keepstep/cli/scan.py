@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 
 from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
+from keepstep.cli.live_flags import live_answers, live_option
 from keepstep.cli.output import NotFoundError, emit, note, output_option
 from keepstep.cli.runs import Column, clock, moment_ns, print_table
 from keepstep.records.errors import ConfigError, KeepstepError
@@ -90,6 +91,7 @@ class Wanted(NamedTuple):
 @click.option("--severity", type=click.Choice(SEVERITIES), default="info", help="At least this severe.")
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only of this node; may be repeated, * works.")
 @click.option("--signature", "signatures", multiple=True, metavar="ID", help="Only with this signature: xid.79, xid.*")
+@live_option
 @catalog_option
 @click.option("--limit", type=click.IntRange(min=0), help="Only the first N; 0 is all. A table has 500 by default.")
 @output_option
@@ -102,6 +104,7 @@ def scan(
     severity: Severity,
     nodes: tuple[str, ...],
     signatures: tuple[str, ...],
+    live: tuple[str, ...],
     catalog_files: tuple[Path, ...],
     limit: int | None,
     output: str,
@@ -119,22 +122,26 @@ def scan(
         signatures=signatures,
     )
     if follow:
+        if live:
+            raise ConfigError("--live asks once; --follow goes on: give one of them")
         _follow(paths, cursor_file, wanted, chosen_catalog(catalog_files))
         return
     if cursor_file is not None:
         raise ConfigError("--cursor-file goes with --follow: files are read from their begin")
-    _files(paths, wanted, chosen_catalog(catalog_files), limit, output)
+    _files(paths, live, wanted, chosen_catalog(catalog_files), limit, output)
 
 
-def _files(paths: Sequence[str], wanted: Wanted, catalog: Catalog, limit: int | None, output: str) -> None:
+def _files(
+    paths: Sequence[str], live: Sequence[str], wanted: Wanted, catalog: Catalog, limit: int | None, output: str
+) -> None:
     from keepstep.sources.reading import read_paths
 
-    if not paths:
-        raise ConfigError('give PATH..., "-" for standard input, or --follow for the kernel\'s log')
+    if not paths and not live:
+        raise ConfigError('give PATH..., "-" for standard input, --live SOURCE, or --follow for the kernel\'s log')
     missing = [p for p in paths if p != "-" and not Path(p).exists()]
     if missing:
         raise NotFoundError(f"no such file or folder: {', '.join(missing)}")
-    reading = read_paths(paths, catalog, deep=False)
+    reading = read_paths(paths, catalog, deep=False, answers=live_answers(live, catalog))
     _say(reading)
     if not reading.used and not reading.dumps:
         raise KeepstepError(f"nothing could be read: {'; '.join(reading.unreadable) or 'no files there'}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
+from keepstep.cli.live_flags import live_answers, live_option
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.runs import moment_ns
 from keepstep.cli.why_inputs import Asked, asked, matcher_of
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--summarize-with", metavar="URL", help="Chat endpoint (OpenAI's protocol) that words a summary, beside.")
 @click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")
 @click.option("--summary-file", type=click.Path(path_type=Path), help="Where the summary goes; default: stderr.")
+@live_option
 @catalog_option
 @output_option
 def why(
@@ -49,6 +51,7 @@ def why(
     summarize_with: str | None,
     summarize_model: str,
     summary_file: Path | None,
+    live: tuple[str, ...],
     catalog_files: tuple[Path, ...],
     output: str,
 ) -> None:
@@ -58,8 +61,8 @@ def why(
     """
     now_ns = time.time_ns() if now is None else moment_ns(now, 0, "--now")
     window = tuple(None if t is None else moment_ns(t, now_ns, n) for t, n in ((since, "--since"), (until, "--until")))
-    question = asked(paths, run, cycle)
-    fields = question.recorded or judged(question, window[0], window[1], explain, catalog_files)
+    question = asked(paths, run, cycle, live=bool(live))
+    fields = question.recorded or judged(question, window[0], window[1], explain, catalog_files, live)
     emit(
         fields,
         output,
@@ -74,9 +77,17 @@ def why(
 
 
 def judged(
-    question: Asked, since_ns: int | None, until_ns: int | None, explain: bool, catalog_files: Sequence[Path] = ()
+    question: Asked,
+    since_ns: int | None,
+    until_ns: int | None,
+    explain: bool,
+    catalog_files: Sequence[Path] = (),
+    live: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The verdict on what is asked about, as keepstep.verdict/1 with what it came from. Raises KeepstepError."""
+    """The verdict on what is asked about, and on what live sources say, as keepstep.verdict/1 with what it came from.
+
+    Raises KeepstepError.
+    """
     from keepstep.launcher.diagnosis import diagnose, diagnosis_fields, earlier_incidents, incident_fields
 
     catalog = chosen_catalog(catalog_files)
@@ -90,6 +101,7 @@ def judged(
         since_ns=since_ns,
         until_ns=until_ns,
         past=past,
+        answers=live_answers(live, catalog),
     )
     if not found.reading.used and found.hang is None:
         because = "; ".join(found.reading.unreadable) or "no files in it"

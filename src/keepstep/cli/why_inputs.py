@@ -36,12 +36,17 @@ class Asked(NamedTuple):
     recorded: dict[str, Any] | None = None
 
 
-def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
-    """What is meant. Raises NotFoundError, and ConfigError where flags do not go together."""
+def asked(paths: Sequence[str], run: str | None, cycle: int | None, live: bool = False) -> Asked:
+    """What is meant. `live`: running sources are asked too, so that paths need not be given.
+
+    Raises NotFoundError, and ConfigError where flags do not go together.
+    """
     named = [p for p in paths if INCIDENT.fullmatch(p) and not Path(p).exists()]
     if named:
         if len(paths) > 1:
             raise ConfigError(f"{named[0]}: an incident is asked about alone, without other paths")
+        if live:
+            raise ConfigError(f"{named[0]}: an incident is shown as it was recorded; --live goes with paths or a run")
         return _of_incident(resolve_run(run), named[0])
     if run is not None:
         if paths:
@@ -51,8 +56,8 @@ def asked(paths: Sequence[str], run: str | None, cycle: int | None) -> Asked:
         return _of_run(Path(paths[0]), cycle)
     if cycle is not None:
         raise ConfigError("--cycle needs a run folder (one with a run.json), as PATH or with --run")
-    if not paths:
-        raise ConfigError("give PATH..., an incident (INC-0001) or --run RUN")
+    if not paths and not live:
+        raise ConfigError("give PATH..., an incident (INC-0001), --run RUN or --live SOURCE")
     missing = [p for p in paths if p != "-" and not Path(p).exists()]
     if missing:
         raise NotFoundError(f"no such file or folder: {', '.join(missing)}")

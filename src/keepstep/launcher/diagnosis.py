@@ -33,7 +33,7 @@ from keepstep.records.hang import Hang
 from keepstep.records.verdict import verdict_fields, verdict_of
 from keepstep.sources.flightrecorder.files import find_dumps
 from keepstep.sources.flightrecorder.reading import read_snapshot
-from keepstep.sources.reading import Reading, read_paths
+from keepstep.sources.reading import Answered, Reading, read_paths
 
 NICENESS = 10
 """Whatever trains on this host goes first."""
@@ -66,13 +66,14 @@ def diagnose(
     since_ns: int | None = None,
     until_ns: int | None = None,
     past: Sequence[Past] = (),
+    answers: Sequence[Answered] = (),
 ) -> Diagnosis:
     """The verdict on what files and folders tell. `ranks`: where ranks ran; `past`: incidents before, oldest first.
 
-    Times: see attribution.current.windowed.
+    `answers`: what live sources said. Times: see attribution.current.windowed.
     """
     catalog = catalog or shipped()
-    reading = read_paths(paths, catalog, matcher=matcher)
+    reading = read_paths(paths, catalog, matcher=matcher, answers=answers)
     hang = _hang(reading.dumps, ranks)
     events = windowed([*reading.events, *hang_events(hang, reading.dumps, catalog)], since_ns, until_ns)
     judgement = judge(events, catalog, ranks)

@@ -23,7 +23,7 @@ from keepstep.sources.folders import Found, Skipped, find
 from keepstep.sources.joblog.blocks import block_events
 from keepstep.sources.monitors.ledgers import ledger_events
 from keepstep.sources.monitors.lines import monitor_events
-from keepstep.sources.names import of_path
+from keepstep.sources.names import Hints, of_path
 from keepstep.sources.ownrecords import OWN_RECORD
 from keepstep.sources.parsers import PARSERS
 from keepstep.sources.progress import progress_events
@@ -58,6 +58,19 @@ class Used(NamedTuple):
     read_as: str
     events: int
     lines: int = 0
+
+
+class Answered(NamedTuple):
+    """What a live source said (sources/live): text that is read as a file of this `name` would be, or events.
+
+    `node`: whose it is, None for a cluster's. `notes`: what it could not say, and why.
+    """
+
+    name: str
+    text: str = ""
+    events: Sequence[Event] = ()
+    node: str | None = None
+    notes: Sequence[str] = ()
 
 
 class Reading(NamedTuple):
@@ -107,10 +120,18 @@ def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher, origin: 
     return _finished(whole)
 
 
-def read_paths(paths: Sequence[str], catalog: Catalog, *, matcher: Matcher | None = None, deep: bool = True) -> Reading:
+def read_paths(
+    paths: Sequence[str],
+    catalog: Catalog,
+    *,
+    matcher: Matcher | None = None,
+    deep: bool = True,
+    answers: Sequence[Answered] = (),
+) -> Reading:
     """Everything that files and folders tell; "-" is standard input. A file that cannot be read is named; the others are read.
 
-    `deep`: cut pieces out of large logs for the parsers of documents; without it, only lines that match are taken from those.
+    `answers`: what live sources said, read with them. `deep`: cut pieces out of large logs for the parsers of
+    documents; without it, only lines that match are taken from those.
     """
     whole = _Whole(catalog, matcher or Matcher(catalog), deep)
     for name in paths:
@@ -124,7 +145,20 @@ def read_paths(paths: Sequence[str], catalog: Catalog, *, matcher: Matcher | Non
                 whole.skipped.append(one)
             else:
                 _read_file(whole, one, run)
+    for answer in answers:
+        _take_answer(whole, answer)
     return _finished(whole)
+
+
+def _take_answer(whole: _Whole, answer: Answered) -> None:
+    whole.unreadable += [f"{answer.name}: {note}" for note in answer.notes]
+    if answer.text:
+        whole.size_bytes += len(answer.text)
+        _read_documents(whole, split(answer.name, answer.text, Origin(Hints(node=answer.node))), chosen=False)
+    elif answer.events or not answer.notes:
+        document = Document(answer.name, "", (), answer.node)
+        whole.events += _completed(answer.events, document)
+        whole.used.append(Used(answer.name, "", "live", len(answer.events)))
 
 
 def _finished(whole: _Whole) -> Reading:
@@ -199,7 +233,8 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
 # ---- whole documents
 
 
-def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
+def _read_documents(whole: _Whole, documents: Sequence[Document], chosen: bool = True) -> None:
+    """`chosen`: somebody chose to show them, so that their words say something."""
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
@@ -216,7 +251,8 @@ def _read_documents(whole: _Whole, documents: Sequence[Document]) -> None:
             # Other texts that it quotes lie beside it.
             events = parsed
         whole.events += events
-        _add_words(whole, document, {e.evidence.line for e in events})
+        if chosen:
+            _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-from keepstep.catalog.load import Catalog
 from keepstep.records.errors import ConfigError
-from keepstep.records.event import Event
-from keepstep.sources.documents import split
-from keepstep.sources.snapshots import prometheus
 
 TIMEOUT_S = 5.0
 SIZE_LIMIT = 32 << 20
@@ -32,10 +28,3 @@ def scrape(url: str, timeout_s: float = TIMEOUT_S) -> str:
     if len(body) > SIZE_LIMIT:
         raise ScrapeError(f"{url}: more than {SIZE_LIMIT} bytes; is this a metrics endpoint?")
     return body.decode(errors="replace")
-
-
-def metric_events(url: str, catalog: Catalog, timeout_s: float = TIMEOUT_S) -> list[Event]:
-    """Levels of the GPUs that an exporter reports. Raises ScrapeError."""
-    return [
-        event for document in split(url, scrape(url, timeout_s)) for event in prometheus.parse(document, catalog) or []
-    ]
