@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,8 +14,15 @@ from keepstep.records.event import Event
 from keepstep.sources import storms
 from keepstep.sources.facts import Boot, Repair
 from keepstep.sources.staleness import before_repairs, from_previous_boots, replayed, too_old
-from keepstep.sources.storms import BURST_NS, collapse, dedupe, drop_copies
+from keepstep.sources.storms import BURST_NS, Collapser, dedupe, drop_copies
 from tests.sources.making import NOON, SECOND, event
+
+
+def collapse(events: Iterable[Event]) -> list[Event]:
+    held = Collapser()
+    for one in events:
+        held.add(one)
+    return held.events()
 
 
 class TestCollapse:

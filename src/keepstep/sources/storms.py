@@ -135,14 +135,6 @@ def _apart(burst: _Burst, event: Event) -> bool:
     return event.time_ns - burst.last_ns > BURST_NS or burst.first_ns - event.time_ns > BURST_NS
 
 
-def collapse(events: Iterable[Event]) -> list[Event]:
-    """Duplicates dropped (by id), bursts made one event each; in the order of first sightings."""
-    held = Collapser()
-    for event in events:
-        held.add(event)
-    return held.events()
-
-
 def dedupe(events: Iterable[Event]) -> list[Event]:
     """Each event once: by (boot, sequence number, signature) where the source numbers its records, else by id."""
     seen: set[object] = set()

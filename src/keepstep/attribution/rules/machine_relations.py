@@ -36,7 +36,6 @@ FAST, SLOW = 0.9, 0.8
 """Shares of the median speed."""
 APPLICATION = frozenset({"13", "31", "43"})
 AT_LIMIT = 0.95
-LEAST_FLEET = 3
 MOST = 256
 
 HELD = ("condition.", "monitor.event", "monitor.state", "k8s.node_condition")
