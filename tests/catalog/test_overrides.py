@@ -110,8 +110,8 @@ SIGNATURE = 'kind = "a.b"\ntitle = "t"\nseverity = "info"\nrole = "root"\nscope 
         ('[[override]]\nid = "xid.63"\nreason = "r"\nweights = { hardwear = 1.0 }\n', ["hardwear", "weights"]),
         ('[[override]]\nid = "xid.13"\nreason = "r"\nnever = []\n', ["unknown key 'never'"]),
         (
-            '[[signature]]\nid = "site.x"\nreason = "r"\nkind = "storage.error"\ntitle = "t"\nrole = "root"\ndepth = 2\nwhy = "w"\n',
-            ["site.x", "weights"],
+            f'[[signature]]\nid = "site.a"\nreason = "r"\n{SIGNATURE}pattern = ["our gateway"]\n',
+            ["site.a", "a root without weights"],
         ),
         ('[[override]]\nid = "xid.13"\nreason = "r"\naction = "cordon_node"\n', ["xid.13", "cannot be allowed"]),
         ('[[override]]\nid = "oom.cgroup"\nreason = "r"\naction = "reset_gpu"\n', ["oom.cgroup", "cannot be allowed"]),

@@ -104,7 +104,7 @@ class TestWhatIsWanted:
             "kind": "storage.error",
             "title": "gateway down",
             "severity": "error",
-            "role": "root",
+            "role": "context",
             "scope": "storage",
             "depth": 2,
             "pattern": ["GATEWAY-(?P<node>\\w+) IS DOWN"],

@@ -32,6 +32,7 @@ severity = "error"
 role = "root"
 scope = "storage"
 depth = 2
+weights = { storage = 3.0 }
 pattern = ['GATEWAY-(?P<node>\\w+) IS DOWN']
 examples = ["GATEWAY-g3 IS DOWN"]
 source = "our gateway"
@@ -187,4 +188,4 @@ def test_a_coordinator_judges_by_the_sites_catalog(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "keepstep.launcher.diagnosis", str(top), "0"]
     env = {**os.environ, "KEEPSTEP_HOME": str(tmp_path / "home")}
     said = json.loads(subprocess.run(command, env=env, capture_output=True, check=True, timeout=60).stdout)
-    assert said["signature"] == "site.gateway"
+    assert (said["class"], said["signature"]) == ("storage", "site.gateway")

@@ -88,14 +88,14 @@ def apply(path: Path, entries: Mapping[str, Signature]) -> tuple[dict[str, Signa
         own = {k: v for k, v in fields.items() if k != "reason"} if isinstance(fields, dict) else {}
         new = _converted({"source": "site", **own}, Signature, where)
         _reasoned(reason, where, new.id)
+        if new.id in merged:
+            raise ConfigError(f"{where}: there is an entry {new.id!r}; change it with an [[override]] table")
+        _checked_addition(new, merged.values(), where)
         if new.role == "root" and not new.weights:
             raise ConfigError(
                 f"{where} ({new.id}): a root without weights says nothing of whose fault it is; give natural log-odds of classes, "
                 "such as weights = { storage = 2.0 }"
             )
-        if new.id in merged:
-            raise ConfigError(f"{where}: there is an entry {new.id!r}; change it with an [[override]] table")
-        _checked_addition(new, merged.values(), where)
         merged[new.id] = new
         changes.append(Change(id=new.id, reason=str(reason), file=str(path), added=True))
     return merged, changes
