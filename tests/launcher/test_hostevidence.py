@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.attribution.verdict import attribute
+from keepstep.catalog.load import shipped
 from keepstep.launcher.clock import boot_ns
 from keepstep.launcher.health import hangevidence, hostevidence, kernellog
 from keepstep.launcher.health.gpus import GpuReport, read_gpus
@@ -33,6 +35,7 @@ from keepstep.launcher.health.hangevidence import (
 )
 from keepstep.launcher.health.hostevidence import (
     HostEvidence,
+    Snapshot,
     collect,
     core_folder,
     memory_counters,
@@ -40,6 +43,8 @@ from keepstep.launcher.health.hostevidence import (
     young_files,
 )
 from keepstep.records.codec import from_json
+from keepstep.records.event import Event
+from keepstep.sources.reading import read_paths
 from tests.launcher.fake_nvml import FakeGpu, FakeNvml
 
 
@@ -76,7 +81,7 @@ class TestCollect:
         found = asyncio.run(
             collect(tmp_path / "e", boot_ns(), {}, False, 5.0, before=before, cwd=tmp_path, gpus=healthy_gpus)
         )
-        assert [i.name for i in found.items] == ["kernel_log", "gpus", "memory_events", "core_files"]
+        assert [i.name for i in found.items] == ["kernel_log", "gpus", "ports", "memory_events", "core_files"]
         assert found.gpus is not None and found.gpus.gpus[0].ecc_volatile == 1
         # The file says what could be read and what not, whatever this host permits.
         assert (tmp_path / "e/kernel.log").read_text().startswith("# source: ")
@@ -149,6 +154,87 @@ class TestCollect:
         found = asyncio.run(collect(tmp_path, boot_ns(), {}, False, 5.0, gpus=healthy_gpus))
         item = found.item("memory_events")
         assert item is not None and (item.status, item.detail) == ("failed", "RuntimeError: odd host")
+
+
+def told(folder: Path) -> dict[str, Event]:
+    """Signature -> event of what a verdict is made of."""
+    return {e.signature: e for e in read_paths([str(folder)], shipped()).events}
+
+
+class TestGpusBetweenBeginAndFailure:
+    def collected(self, folder: Path, before: FakeGpu | None, after: FakeGpu) -> dict[str, Event]:
+        begin = None if before is None else read_gpus(FakeNvml(before), "0")
+        nvml = FakeNvml(after)
+        try:
+            asyncio.run(
+                collect(folder, boot_ns(), {}, False, 5.0, gpus=lambda: read_gpus(nvml, "0", 0.2), gpus_before=begin)
+            )
+        finally:
+            nvml.release.set()
+        return told(folder)
+
+    def test_a_new_memory_error_is_a_sign(self, tmp_path: Path) -> None:
+        found = self.collected(tmp_path, FakeGpu("GPU-a", ecc=(0, 4)), FakeGpu("GPU-a", ecc=(1, 5)))
+        event = found["gpu.ecc_uncorrected"]
+        assert event.gpu is not None and event.gpu.uuid == "GPU-a"
+        assert event.time_ns is not None and event.evidence.path.endswith("gpus.json")
+
+    @pytest.mark.parametrize("before", [FakeGpu("GPU-a", ecc=(1, 5), rows=(0, 1, 1, 0)), None])
+    def test_what_was_there_before_is_none(self, tmp_path: Path, before: FakeGpu | None) -> None:
+        found = self.collected(tmp_path, before, FakeGpu("GPU-a", ecc=(1, 5), rows=(0, 1, 1, 0)))
+        assert not [s for s in found if s.startswith("gpu.") and s not in ("gpu.sample", "gpu.driver")]
+
+    def test_a_row_that_waits_for_a_reset_and_what_the_driver_asks_for(self, tmp_path: Path) -> None:
+        found = self.collected(tmp_path, FakeGpu("GPU-a"), FakeGpu("GPU-a", rows=(0, 1, 1, 0), action=1))
+        assert {"gpu.remap_pending"} <= found.keys()
+        assert any("recovery" in s for s in found)
+
+    def test_a_gpu_that_does_not_answer_any_more(self, tmp_path: Path) -> None:
+        assert "gpu.lost" in self.collected(tmp_path, FakeGpu("GPU-a"), FakeGpu("GPU-a", hangs=True))
+
+
+class TestPorts:
+    @pytest.fixture
+    def port(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A tree as /sys/class/infiniband with one port."""
+        port = tmp_path / "sys" / "mlx5_0" / "ports" / "1"
+        for folder in ("counters", "hw_counters"):
+            (port / folder).mkdir(parents=True)
+        (port / "state").write_text("4: ACTIVE\n")
+        (port / "phys_state").write_text("5: LinkUp\n")
+        (port / "counters" / "link_downed").write_text("3\n")
+        monkeypatch.setattr(hostevidence, "INFINIBAND", tmp_path / "sys")
+        return port
+
+    def collected(self, folder: Path, before: Snapshot | None) -> dict[str, Event]:
+        asyncio.run(collect(folder, boot_ns(), {}, False, 5.0, before=before, gpus=healthy_gpus))
+        return told(folder)
+
+    def test_a_link_that_went_down_while_the_cycle_ran(self, tmp_path: Path, port: Path) -> None:
+        before = snapshot()
+        (port / "counters" / "link_downed").write_text("5\n")
+        found = self.collected(tmp_path / "e", before)
+        event = found["counter.total"]
+        assert event.nic == "mlx5_0" and event.evidence.path.endswith("ports.json") and event.time_ns is not None
+        verdict = attribute(read_paths([str(tmp_path / "e")], shipped()).events, shipped())
+        assert (verdict.fault_class, verdict.first_cause is not None) == ("fabric", True)
+
+    def test_counters_that_stood_still_say_nothing(self, tmp_path: Path, port: Path) -> None:
+        self.collected(tmp_path / "e", snapshot())
+        assert attribute(read_paths([str(tmp_path / "e")], shipped()).events, shipped()).no_current_fault
+
+    def test_a_device_that_does_not_answer_holds_no_cycle_up(self, port: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        release = threading.Event()
+
+        def hangs() -> None:
+            release.wait(60)
+
+        monkeypatch.setattr(hostevidence, "read_ports", hangs)
+        monkeypatch.setattr(hostevidence, "PORTS_S", 0.05)
+        try:
+            assert snapshot().ports is None
+        finally:
+            release.set()
 
 
 class TestMemory:

@@ -12,6 +12,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.codec import from_rfc3339
 from keepstep.records.event import Event, Evidence, bounded
 from keepstep.sources.documents import Document
+from keepstep.sources.hostrecords import GPU_KEYS, PORT_KEYS, gpu_report_events, port_report_events
 
 OWN_RECORD = "keepstep record"
 """What these documents are read as."""
@@ -44,6 +45,10 @@ def parse_own_records(document: Document, catalog: Catalog) -> list[Event] | Non
             return [_complete(event, catalog, place) for event in _rank_events(record)]
         if record.keys() == MEMORY_KEYS:
             return [_complete(event, catalog, place) for event in _memory_events(record)]
+        if record.keys() >= GPU_KEYS:
+            return gpu_report_events(record, document, catalog)
+        if record.keys() >= PORT_KEYS:
+            return port_report_events(record, document, catalog)
         if record.keys() >= REPORT_KEYS or str(record.get("schema", "")).startswith("keepstep."):
             return []
     return None

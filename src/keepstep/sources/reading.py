@@ -234,7 +234,7 @@ def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run
 
 
 def _read_documents(whole: _Whole, documents: Sequence[Document], chosen: bool = True) -> None:
-    """`chosen`: somebody chose to show them, so that their words say something."""
+    """`chosen`: somebody chose to show them, so that their words say something. Keys of our own records do not."""
     near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
     for document in documents:
         found = Collapser()
@@ -251,7 +251,7 @@ def _read_documents(whole: _Whole, documents: Sequence[Document], chosen: bool =
             # Other texts that it quotes lie beside it.
             events = parsed
         whole.events += events
-        if chosen:
+        if chosen and read_as != OWN_RECORD:
             _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))

@@ -1,4 +1,5 @@
-"""What a host knows about a failed cycle: kernel log, GPUs, out-of-memory kills, core files; on a hang also what ranks wait for.
+"""What a host knows about a failed cycle: kernel log, GPUs, network ports, out-of-memory kills, core files; on a hang also what
+ranks wait for.
 
 Nothing here may delay or spoil a restart: every part has a bound in time and size, runs beside the others, and a part that fails
 is an entry that says so.
@@ -12,18 +13,22 @@ import stat
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from keepstep.launcher.bounded import await_bounded
+from keepstep.launcher.bounded import await_bounded, call_bounded
 from keepstep.launcher.clock import boot_ns
 from keepstep.launcher.health import hangevidence, kernellog
 from keepstep.launcher.health.gpus import GpuReport, read_gpus
-from keepstep.records.codec import to_pretty_json
+from keepstep.records.codec import rfc3339, to_pretty_json
 
 CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 MAX_CORE_NAMES = 10_000
 RING_FOLDER = Path("/var/lib/systemd/coredump")
+INFINIBAND = Path("/sys/class/infiniband")
+PORTS_S = 1.0
+"""For all ports before a cycle starts: a device in trouble answers after its firmware's own time-outs, a minute or more."""
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     boot_ns: int
     kmsg_sequence: int | None
     memory: dict[str, int]
+    ports: dict[str, Any] | None = None
+    """InfiniBand and RoCE ports as `ibsysfs.fields_of` writes them; None where there are none, or they did not answer."""
 
 
 class HostEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +85,11 @@ class Finding(msgspec.Struct, kw_only=True):
 
 def snapshot() -> Snapshot:
     """Take it before the ranks of a cycle start. Reads local files only (about 10 ms for a full kernel log)."""
-    return Snapshot(boot_ns=boot_ns(), kmsg_sequence=kernellog.last_sequence(), memory=memory_counters())
+    try:
+        ports = call_bounded(read_ports, PORTS_S)
+    except (OSError, TimeoutError):
+        ports = None
+    return Snapshot(boot_ns=boot_ns(), kmsg_sequence=kernellog.last_sequence(), memory=memory_counters(), ports=ports)
 
 
 async def collect(
@@ -92,11 +103,13 @@ async def collect(
     recorder: hangevidence.Recorder | None = None,
     cwd: Path | None = None,
     gpus: Callable[[], GpuReport] = read_gpus,
+    gpus_before: GpuReport | None = None,
 ) -> HostEvidence:
     """Collect into `folder` within `limit_s`. Never raises.
 
-    `pids`: rank -> pid of ranks that are not reaped. On a hang call it before ranks are stopped, after the stacks were taken:
-    the NCCL query, which comes last of all, has been known to end the process that it asks.
+    `gpus_before`: what `gpus` told when the cycle began. `pids`: rank -> pid of ranks that are not reaped. On a hang call it
+    before ranks are stopped, after the stacks were taken: the NCCL query, which comes last of all, has been known to end the
+    process that it asks.
     """
     try:
         await await_bounded(lambda: folder.mkdir(parents=True, exist_ok=True, mode=0o700), limit_s)
@@ -106,7 +119,8 @@ async def collect(
     deadline = time.monotonic() + limit_s
     parts: dict[str, Callable[[], Finding]] = {
         "kernel_log": lambda: _kernel_log(folder, since_boot_ns, before, limit_s),
-        "gpus": lambda: _gpus(folder, gpus),
+        "gpus": lambda: _gpus(folder, gpus, gpus_before),
+        "ports": lambda: _ports(folder, before),
         "memory_events": lambda: _memory(folder, before),
         "core_files": lambda: _cores(since_boot_ns, cwd or Path.cwd()),
     }
@@ -163,17 +177,45 @@ def _kernel_log(folder: Path, since_boot_ns: int, before: Snapshot | None, limit
     )
 
 
-def _gpus(folder: Path, read: Callable[[], GpuReport]) -> Finding:
+def _gpus(folder: Path, read: Callable[[], GpuReport], before: GpuReport | None) -> Finding:
     report = read()
     status = "unavailable" if not report.available else "got" if report.answering else "timed_out"
     files = []
     if report.gpus:
-        (folder / "gpus.json").write_bytes(to_pretty_json(report))
+        begin = None if before is None else before.gpus
+        told = msgspec.to_builtins(report) | msgspec.to_builtins({"taken_at": rfc3339(time.time_ns()), "begin": begin})
+        (folder / "gpus.json").write_bytes(to_pretty_json(told))
         files = ["gpus.json"]
     return Finding(
         item=Item(name="gpus", status=status, files=files, detail=report.problem or f"{len(report.gpus)} GPUs"),
         fields={"gpus": report},
     )
+
+
+# ---- network ports
+
+
+def read_ports(root: Path | None = None) -> dict[str, Any] | None:
+    """States and error counters of InfiniBand and RoCE ports; None without any. May take as long as a device's firmware does."""
+    root = root or INFINIBAND
+    if not root.is_dir():
+        return None
+    # Not loaded on hosts without such devices: a launcher stays small.
+    from keepstep.sources.live import ibsysfs
+
+    return ibsysfs.fields_of(ibsysfs.read(root)) or None
+
+
+def _ports(folder: Path, before: Snapshot | None) -> Finding:
+    now = read_ports()
+    if now is None:
+        return Finding(item=Item(name="ports", status="unavailable", detail="no InfiniBand or RoCE device"))
+    earlier = before.ports if before is not None else None
+    elapsed_s = (boot_ns() - before.boot_ns) / 1e9 if before is not None else 0.0
+    told = {"taken_at": rfc3339(time.time_ns()), "elapsed_s": elapsed_s, "begin": earlier, "end": now}
+    (folder / "ports.json").write_bytes(to_pretty_json(told))
+    detail = f"{len(now)} ports" + ("" if earlier is not None else "; no earlier reading to compare with")
+    return Finding(item=Item(name="ports", status="got", files=["ports.json"], detail=detail))
 
 
 # ---- memory of the job's cgroup

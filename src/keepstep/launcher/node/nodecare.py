@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from keepstep.launcher.bounded import await_bounded
 from keepstep.launcher.clock import Anchor, boot_ns
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.health import gpumem, hangevidence, hostevidence
+from keepstep.launcher.health.gpus import GpuReport, read_gpus
 from keepstep.launcher.health.nodecheck import Request, failures, run_checks
 from keepstep.launcher.procs import environment_of
 from keepstep.launcher.ranks.environment import recorder_prefix
@@ -32,6 +35,8 @@ class NodeCare:
         self._said: set[str] = set()
         self._no_gpus = False
         self._before: hostevidence.Snapshot | None = None
+        self._gpus_before: GpuReport | None = None
+        self._asking: asyncio.Future[None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
 
     async def check(self, anchor: Anchor | None = None) -> list[str]:
@@ -51,6 +56,15 @@ class NodeCare:
     async def begin(self) -> None:
         """A cycle is about to start here."""
         self._before = await asyncio.to_thread(hostevidence.snapshot)
+        self._gpus_before = None
+        if self._asking is not None:
+            self._asking.cancel()
+        self._asking = asyncio.ensure_future(self._ask_gpus())
+
+    async def _ask_gpus(self) -> None:
+        """State of the GPUs as the cycle begins. Nobody waits for it: a sick driver answers late or never."""
+        with contextlib.suppress(TimeoutError):
+            self._gpus_before = await await_bounded(read_gpus, CHECK_S)
 
     async def reclaim(self) -> dict[str, Any]:
         """Before ranks start again: wait until the GPUs' memory is free. Returns what goes into the cycle record."""
@@ -94,7 +108,9 @@ class NodeCare:
     ) -> None:
         before = self._before
         since = before.boot_ns if before is not None else boot_ns()
-        evidence = await hostevidence.collect(folder, since, pids, hang, limit_s, before=before, recorder=recorder)
+        evidence = await hostevidence.collect(
+            folder, since, pids, hang, limit_s, before=before, recorder=recorder, gpus_before=self._gpus_before
+        )
         for line in evidence.xids[:5]:
             self._say(f"kernel log since the cycle began: {line}")
 

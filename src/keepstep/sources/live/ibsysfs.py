@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keepstep.catalog.counters import counter_named
 from keepstep.catalog.load import Catalog
@@ -60,6 +60,25 @@ def read(root: Path = ROOT, skip: tuple[Key, ...] = ()) -> Reading:
         except PermissionError:
             denied.append(key)
     return Reading(levels, counters, tuple(denied))
+
+
+def fields_of(reading: Reading) -> dict[str, dict[str, dict[str, Any]]]:
+    """A reading as it is written to a file: "device/port" -> levels and counters."""
+    return {
+        f"{nic}/{port}": {"levels": dict(levels), "counters": dict(reading.counters.get((nic, port), {}))}
+        for (nic, port), levels in reading.levels.items()
+    }
+
+
+def reading_of(fields: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Reading:
+    """The reading that `fields_of` wrote. Raises KeyError, TypeError, AttributeError or ValueError where it is none."""
+    levels: dict[Key, dict[str, str]] = {}
+    counters: dict[Key, dict[str, int]] = {}
+    for name, told in fields.items():
+        nic, _, port = name.partition("/")
+        levels[nic, port] = {key: str(text) for key, text in told["levels"].items()}
+        counters[nic, port] = {key: int(value) for key, value in told["counters"].items()}
+    return Reading(levels, counters, ())
 
 
 def _counters(port: Path) -> dict[str, int]:
