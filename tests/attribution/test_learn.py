@@ -11,7 +11,7 @@ from keepstep.attribution.learn import LARGEST, LEAST_OUTCOMES, Outcome, as_toml
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.priors import shipped_priors
 from keepstep.records.event import Event
-from keepstep.records.verdict import FaultClass
+from keepstep.records.verdict import FaultClass, verdict_fields
 from tests.attribution.making import CATALOG, GPU, attribute, event
 
 PRIORS = shipped_priors()
@@ -66,7 +66,7 @@ def test_a_sign_that_comes_with_the_real_one_does_not_take_its_credit() -> None:
 def test_the_verdict_after_learning_is_the_verified_one() -> None:
     seen: list[Event] = [event("gpu.dirty", 0, node="a", gpu=GPU)]
     before = attribute(seen, CATALOG)
-    found = [outcome_of(before, "framework", CATALOG) for _ in range(25)]
+    found = [outcome_of(verdict_fields(before), "framework", CATALOG) for _ in range(25)]
     (override,) = relearned(found, CATALOG, PRIORS)
     learned = Catalog(
         msgspec.structs.replace(s, weights=override.weights) if s.id == override.id else s for s in CATALOG
@@ -80,7 +80,7 @@ def test_an_outcome_takes_the_shares_that_counted() -> None:
         event("cuda.error", 5, node="a"),
         event("gpu.hint", 1, stale="replay"),
     ]
-    outcome = outcome_of(attribute(events, CATALOG), "hardware", CATALOG)
+    outcome = outcome_of(verdict_fields(attribute(events, CATALOG)), "hardware", CATALOG)
     assert outcome.signs["gpu.gone"] == pytest.approx(1.0)
     assert 0 < outcome.signs["cuda.error"] < 1.0 and "gpu.hint" not in outcome.signs
 

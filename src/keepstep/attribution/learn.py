@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.overrides import Override
 from keepstep.catalog.priors import Priors
-from keepstep.records.verdict import CLASSES, FaultClass, Verdict
+from keepstep.records.verdict import CLASSES, FaultClass
 
 DEVIATION = 1.0
 """Standard deviation of a weight around the argued one, in log-odds: an argument is seldom off by more than a factor of seven."""
@@ -36,16 +36,18 @@ class Outcome(NamedTuple):
     verified: FaultClass
 
 
-def outcome_of(verdict: Verdict, verified: FaultClass, catalog: Catalog) -> Outcome:
-    """An outcome from a recorded verdict: each sign with the share that counted, as far as its weight for the class tells."""
+def outcome_of(verdict: Mapping[str, Any], verified: FaultClass, catalog: Catalog) -> Outcome:
+    """An outcome from a recorded verdict (fields of keepstep.verdict/1): each sign with the share that counted, as far as its
+    weight for the class tells."""
     signs: dict[str, float] = {}
-    for one in verdict.evidence:
-        if one.event.stale is not None or one.event.signature not in catalog:
+    for one in verdict.get("evidence", ()):
+        name, weight = one["signature"], one.get("weight", 0.0)
+        if one.get("stale") is not None or name not in catalog:
             continue
-        given = catalog[one.event.signature].weights.get(verdict.fault_class, 0.0)
-        share = one.weight / given if given and one.weight else 1.0 if not one.note else 0.0
+        given = catalog[name].weights.get(verdict["class"], 0.0)
+        share = weight / given if given and weight else 1.0 if not one.get("note") else 0.0
         if share > 0:
-            signs[one.event.signature] = max(signs.get(one.event.signature, 0.0), min(share, 1.5))
+            signs[name] = max(signs.get(name, 0.0), min(share, 1.5))
     return Outcome(signs, verified)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 import secrets
 import shlex
-import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ from keepstep.checkpoint.trust.policy import (
 )
 from keepstep.checkpoint.trust.rollback import Position, is_newer, position_of
 from keepstep.checkpoint.trust.signers import local_signer
+from keepstep.cli.acting import confirm, who
 from keepstep.cli.ckpt_common import ROOT_HELP, open_existing, root_argument
 from keepstep.cli.output import NotFoundError, emit, note, output_option
 from keepstep.cli.store_flags import shown_flags
@@ -109,9 +107,9 @@ def pin(
     else:
         assert allow_rollback is not None
         action = _allowing(place, allow_rollback, origin, reason, trust_options(flags))
-    record = action.record | {"schema": "keepstep.action/1", "root": root, "by": _who(), "dry_run": dry_run}
+    record = action.record | {"schema": "keepstep.action/1", "root": root, "by": who(), "dry_run": dry_run}
     if not dry_run:
-        _confirm(action.said, yes)
+        confirm(action.said, yes)
         action.perform()
     text = f"{'would' if dry_run else record['id'] + ':'} {action.said}\nundo: {record['undo'] or 'none needed'}"
     emit(
@@ -131,7 +129,7 @@ def _pinning(place: _Place, name: FolderName, reason: str) -> Action:
         raise ConfigError(
             f"{name.text} is pinned already, by {known.by or 'unknown'}: {known.reason or 'no reason given'}"
         )
-    record = new_pin(name, reason=reason, by=_who(), now_ns=time.time_ns())
+    record = new_pin(name, reason=reason, by=who(), now_ns=time.time_ns())
     undo = f"{place.command} {name.text} --unpin"
     fields = _fields("pin", f"pins/{name.text}", name, reason, undo)
     return Action(fields, f"pin {name.text}", lambda: write_pin(place.root, record))
@@ -189,7 +187,7 @@ def _allowing(place: _Place, wanted: str, origin: str | None, reason: str, optio
         to_step=target.step,
         to_digest=target.digest,
         reason=reason,
-        by=_who(),
+        by=who(),
         created_at=rfc3339(now_ns),
         created_ns=now_ns,
         nonce=secrets.token_hex(8),
@@ -256,23 +254,3 @@ def _revoking(place: _Place, name: str, reason: str) -> Action:
     record = {"id": name, "kind": "revoke_rollback", "reason": reason, "undo": None}
     said = f"take back rollback record {name}"
     return Action(record, said, lambda: open_deleter(place.text, place.options).delete_record(RECORD_KIND, name))
-
-
-# ---- people
-
-
-def _confirm(what: str, yes: bool) -> None:
-    """Ask on a terminal. Raises ConfigError where nobody can be asked, click.Abort when the answer is no."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigError(f"this would {what}; give --yes, or --dry-run to see it only")
-    click.confirm(f"{what[0].upper()}{what[1:]}?", abort=True, err=True)
-
-
-def _who() -> str:
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"

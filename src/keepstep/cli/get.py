@@ -31,6 +31,7 @@ from keepstep.launcher.views.view import brought_up_to_date, job_view, read_obje
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import Cycle
 from keepstep.records.errors import ConfigError
+from keepstep.records.label import read_label
 
 Record = dict[str, Any]
 SHORT = 60
@@ -127,6 +128,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("TIER", _of("tier")),
         Column("ACTION", _of("action")),
         Column("CYCLE", _of("cycle"), right=True),
+        Column("VERIFIED", _of("verified")),
         Column("SUMMARY", _short("summary")),
         Column("WHOLE SUMMARY", _of("summary"), wide=True),
     ),
@@ -279,11 +281,13 @@ def list_incidents(run_dir: Path, cycle: int | None) -> list[Record]:
             note(f"{path} is not an incident record and is left out")
             continue
         verdict = record.get("verdict")
+        label = read_label(run_dir, path.stem)
         record = {
             "id": path.stem,
             "run_id": run_id_of(run_dir),
             **(verdict if isinstance(verdict, dict) else {}),
             **record,
+            "verified": None if label is None else label.fault_class,
         }
         if cycle is None or record.get("cycle") == cycle:
             found.append(record)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
-import sys
 import time
 from typing import Any
 
 import click
 
+from keepstep.cli.acting import confirm, user
 from keepstep.cli.output import emit, output_option
 from keepstep.cli.runs import RUN_HELP, resolve_run, run_argument
 from keepstep.launcher import messages as m
@@ -47,12 +46,12 @@ def inject(spec: str, run: str | None, reason: str, dry_run: bool, yes: bool, ou
         "run_id": job.run_id,
         "spec": spec,
         "reason": reason,
-        "by": _user(),
+        "by": user(),
         "dry_run": dry_run,
         "undo": None,
     }
     if not dry_run:
-        _confirm(what, yes)
+        confirm(f"cause {what}", yes)
         message = m.Operator(
             id=1, what="inject", run_id=job.run_id, spec=spec, node=injection.node or "", reason=_signed(reason)
         )
@@ -87,21 +86,5 @@ def parse_now(spec: str) -> tuple[str, Injection]:
     return whole, parse_injection(whole)
 
 
-def _confirm(what: str, yes: bool) -> None:
-    """Ask on a terminal. Raises ConfigError where nobody can be asked, click.Abort when the answer is no."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise ConfigError(f"this would cause {what}; give --yes, or --dry-run to see it only")
-    click.confirm(f"Cause {what}?", abort=True, err=True)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return "unknown"
-
-
 def _signed(reason: str) -> str:
-    return f"{_user()}: {reason}" if reason else _user()
+    return f"{user()}: {reason}" if reason else user()

@@ -54,6 +54,8 @@ VERBS: dict[str, Verb] = {
     "bundle": Verb(
         "keepstep.cli.bundle:bundle", "Pack logs and verdict, without names, to show to others.", "diagnose"
     ),
+    "label": Verb("keepstep.cli.label:label", "Write down what the cause of an incident was found to be."),
+    "learn": Verb("keepstep.cli.learn:learn", "Weigh signs anew by incidents whose cause was verified."),
     "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "scan": Verb("keepstep.cli.scan:scan", "Find known faults in log lines, or follow the kernel's log.", "diagnose"),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
