@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shlex
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ METRICS = (
     "# TYPE DCGM_FI_DEV_ROW_REMAP_FAILURE gauge\n"
     'DCGM_FI_DEV_ROW_REMAP_FAILURE{gpu="3",UUID="GPU-1",pci_bus_id="00000000:3B:00.0",Hostname="gpu-17"} 1\n'
 )
+IBSTAT = "CA 'mlx5_3'\\n\\tPort 1:\\n\\t\\tState: Down\\n\\t\\tPhysical state: Disabled\\n\\t\\tRate: 400"
 SACCT = "JobID|State|ExitCode|NodeList\\n8|NODE_FAIL|0:0|n[3-4]"
 
 
@@ -50,7 +52,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(folder: Path, name: str, output: str) -> None:
     path = folder / name
-    path.write_text(f"#!/bin/sh\nprintf '%b\\n' '{output}'\n")
+    path.write_text(f"#!/bin/sh\nprintf '%b\\n' {shlex.quote(output)}\n")
     path.chmod(0o755)
 
 
@@ -98,6 +100,12 @@ class TestWhatIsAsked:
         monkeypatch.setenv("SLURM_JOB_ID", "8")
         assert "slurm.job_node_fail" in {e["signature"] for e in found("scan", "--live", "slurm")}
 
+    def test_the_tools_that_are_here(self, commands: Path) -> None:
+        command(commands, "ibstat", IBSTAT)
+        events = found("scan", "--live", "tools")
+        (port,) = [e for e in events if e["signature"] == "nic.port"]
+        assert (port["node"], port["nic"], port["attrs"]["up"]) == (socket.gethostname(), "mlx5_3", False)
+
     def test_an_exporter_beside_a_file(self, exporter: str, tmp_path: Path) -> None:
         (tmp_path / "kern.log").write_text(XID.replace(" NVRM", " gpu-18 kernel: NVRM").replace(",", ".", 1) + "\n")
         records = found("scan", str(tmp_path), "--live", f"dcgm={exporter}")
@@ -128,7 +136,7 @@ class TestWhatCannotBeAsked:
     @pytest.mark.parametrize(
         ("source", "said"),
         [
-            ("foo", "no such source; there are kernel, gpu,"),
+            ("foo", "no such source; there are kernel, gpu, tools,"),
             ("gpu=3", "no such source"),
             ("ib=never", "seconds between two readings"),
             ("ib=-1", "seconds between two readings"),
@@ -149,9 +157,10 @@ class TestWhatCannotBeAsked:
     def test_nothing_answered(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         for verb in ("scan", "why"):
-            done = invoke(verb, "--live", "slurm=8")
+            done = invoke(verb, "--live", "slurm=8", "--live", "tools")
             assert done.exit_code == 1
             assert "sacct: not found" in done.output
+            assert "none of nvidia-smi, dcgmi, ibstat, perfquery, lspci is installed here" in done.output
 
     def test_what_does_not_answer_is_said_beside_the_verdict(self, commands: Path) -> None:
         command(commands, "dmesg", XID)

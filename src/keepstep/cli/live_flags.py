@@ -20,7 +20,7 @@ def live_option(function: F) -> F:
         "--live",
         multiple=True,
         metavar="SOURCE",
-        help="Ask now: kernel, gpu, dcgm[=URL], ib[=SECONDS], slurm[=JOB], kubernetes=NAMESPACE/SELECTOR; may be repeated.",
+        help="Ask now: kernel, gpu, tools, dcgm[=URL], ib[=SECONDS], slurm[=JOB], kubernetes=NAMESPACE/SELECTOR; repeatable.",
     )
     return option(function)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,17 @@ METRICS_URL = "http://localhost:9400/metrics"
 COUNTERS_APART_S = 2.0
 """Seconds between two readings of counters: a link that loses packets counts up within one."""
 MOST_APART_S = 3600.0
-FORMS = "kernel, gpu, dcgm[=URL], ib[=SECONDS], slurm[=JOB], kubernetes=NAMESPACE/SELECTOR"
+TOOLS = (
+    ("nvidia-smi", "-q"),
+    ("nvidia-smi", "nvlink", "-s"),
+    ("nvidia-smi", "nvlink", "-e"),
+    ("dcgmi", "health", "-c", "-j"),
+    ("ibstat",),
+    ("perfquery", "-x"),
+    ("lspci", "-vvv"),
+)
+"""What people paste of a machine; all of them only read."""
+FORMS = "kernel, gpu, tools, dcgm[=URL], ib[=SECONDS], slurm[=JOB], kubernetes=NAMESPACE/SELECTOR"
 
 
 def ask_all(sources: Sequence[str], catalog: Catalog) -> list[Answered]:
@@ -43,6 +54,8 @@ def _asking(source: str, catalog: Catalog) -> Callable[[], Answered]:
             return kernel
         case "gpu" if not given:
             return lambda: gpus(catalog)
+        case "tools" if not given:
+            return tools
         case "dcgm":
             return lambda: metrics(given or METRICS_URL)
         case "ib":
@@ -87,6 +100,16 @@ def gpus(catalog: Catalog) -> Answered:
     sample = sample_gpus(catalog)
     notes = [] if sample.problem is None else [sample.problem]
     return Answered("live:gpu", events=_now(sample.events), node=socket.gethostname(), notes=notes)
+
+
+def tools(runner: Runner = run) -> Answered:
+    """Output of the tools of this machine, as far as they are installed."""
+    here = [command for command in TOOLS if shutil.which(command[0]) is not None]
+    if not here:
+        names = ", ".join(dict.fromkeys(command[0] for command in TOOLS))
+        return Answered("live:tools", notes=[f"none of {names} is installed here"])
+    found = transcript(here, runner)
+    return Answered("live:tools", found.text, node=socket.gethostname(), notes=found.notes)
 
 
 def metrics(url: str) -> Answered:
