@@ -13,7 +13,8 @@ from keepstep.catalog.matcher import Matcher
 from keepstep.catalog.words import LEAN_CLASSES, as_csv, lean_of, learn, shipped_words, words_of
 from keepstep.records.event import Event
 from keepstep.records.verdict import FaultClass, Verdict
-from keepstep.sources.reading import WORDS_LIMIT, read_text
+from keepstep.sources.onefile import WORDS_LIMIT
+from keepstep.sources.reading import read_text
 
 CATALOG = shipped()
 MATCHER = Matcher(CATALOG)

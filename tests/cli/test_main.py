@@ -157,3 +157,10 @@ class TestProcess:
         done = run()
         assert done.returncode == 2
         assert "goodput" in done.stderr
+
+
+def test_python_m_keepstep_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "keepstep", "version", "-o", "name"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip()

@@ -15,10 +15,11 @@ import zstandard
 from keepstep.records.codec import to_json
 from keepstep.records.cycle import Cycle, RankPlace
 from keepstep.records.event import Event, Evidence, Gpu
-from keepstep.sources import reading
+from keepstep.sources import onefile, reading
 from keepstep.sources.decoding import open_stream, to_text, what_binary
 from keepstep.sources.documents import Document
-from keepstep.sources.reading import Reading, chunks, read_paths
+from keepstep.sources.onefile import WHOLE_BYTES, chunks
+from keepstep.sources.reading import Reading, read_paths
 from tests.sources.making import NOON, SECOND, catalog, matcher, read, read_lines, xid
 
 SHARED = os.environ.get("KEEPSTEP_SHARED")
@@ -184,8 +185,8 @@ class TestLargeLogs:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "WHOLE_BYTES", 20_000)
-        monkeypatch.setattr(reading, "CHUNK_BYTES", 4096)
+        monkeypatch.setattr(onefile, "WHOLE_BYTES", 20_000)
+        monkeypatch.setattr(onefile, "CHUNK_BYTES", 4096)
 
     def text(self) -> str:
         lines = []
@@ -217,7 +218,7 @@ class TestLargeLogs:
 
     def test_streamed_as_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         streamed = read_lines(tmp_path, self.text())
-        monkeypatch.setattr(reading, "WHOLE_BYTES", 1 << 30)
+        monkeypatch.setattr(onefile, "WHOLE_BYTES", 1 << 30)
         whole = read_lines(tmp_path, self.text())
         assert [u.read_as for u in streamed.used] == ["log lines, streamed"]
         assert self.facts(streamed) == self.facts(whole)
@@ -239,7 +240,7 @@ class TestLargeLogs:
             lines = [n for n in document.lines if "Traceback" in n.text]
             return [event_at(document, n.number, n.rank) for n in lines] or None
 
-        monkeypatch.setattr(reading, "PARSERS", (("traces", parse),))
+        monkeypatch.setattr(onefile, "PARSERS", (("traces", parse),))
         lines = [f"[rank{n % 4}]: 2031-06-15 12:00:00,000 INFO batch {n}" for n in range(2000)]
         lines[1000] = "[rank2]: Traceback (most recent call last):"
         found = read_lines(tmp_path, "\n".join(lines) + "\n")
@@ -366,10 +367,39 @@ class TestRecordedLogs:
 
 def test_around_a_fault_of_a_long_log_ordinary_lines_count_too(tmp_path: Path) -> None:
     """A long log is not stopped at them; beside a fault they are facts."""
-    filler = "10:00:00 INFO request served in 12 ms by worker 4\n" * (reading.WHOLE_BYTES // 50 + 1)
+    filler = "10:00:00 INFO request served in 12 ms by worker 4\n" * (WHOLE_BYTES // 50 + 1)
     saving = "[rank3]: 2031-02-14 11:00:00 saving checkpoint to /ckpt/step_400\n"
     text = saving + filler + saving + "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n" + filler
     path = tmp_path / "long.log"
     path.write_text(text)
     found = [e for e in read_paths([str(path)], catalog(), matcher=matcher()).events if e.signature == "job.saving"]
     assert [e.evidence.line for e in found] == [2 + filler.count("\n")]
+
+
+class TestSeveralProcesses:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """A run folder with a log, one of its own records and something that is no text, and ranks' logs beside it."""
+        run = tmp_path / "run-1"
+        (run / "logs").mkdir(parents=True)
+        (run / "journal").mkdir()
+        (run / "run.json").write_text("{}")
+        (run / "logs" / "cycle-0000.log").write_text("[rank 3] KeyError: 'k'\n")
+        (tmp_path / "core.bin.txt").write_bytes(b"\x7fELF" + b"\0\1" * 500)
+        for rank in range(12):
+            text = "step 1 loss 2.0\n" if rank != 7 else "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+            (tmp_path / f"rank{rank}.log").write_text(text)
+        return tmp_path
+
+    def test_the_same_as_one(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reading, "POOL_FROM_FILES", 4)
+        monkeypatch.setattr(reading, "PART_FILES", 2)
+        paths = [str(folder), str(folder / "run-1")]
+        one, three = (read_paths(paths, catalog(), matcher=matcher(), jobs=n) for n in (1, 3))
+        assert "xid.79" in {e.signature for e in one.events}
+        assert three == one
+
+    def test_a_folder_that_a_link_leads_out_of(self, folder: Path) -> None:
+        (folder / "run-1" / "logs" / "linked.log").symlink_to(folder / "rank7.log")
+        found = read_paths([str(folder / "run-1")], catalog(), matcher=matcher())
+        assert "xid.79" in {e.signature for e in found.events}

@@ -29,6 +29,8 @@ ACTION_WORDS: dict[Action, str] = {
 }
 
 _FIELD = re.compile(r"\{(\w+)\}")
+_DANGLING = re.compile(r" (?:in|of|on|at|by|for|from|to|with)$")
+"""What led to a field that is not there."""
 
 
 def fill(title: str, event: Event) -> str:
@@ -38,7 +40,7 @@ def fill(title: str, event: Event) -> str:
         value = event.attrs.get(match[1], getattr(event, match[1], None))
         return "" if value is None else str(value)
 
-    return " ".join(_FIELD.sub(field, title).split()).replace("()", "").strip()
+    return _DANGLING.sub("", " ".join(_FIELD.sub(field, title).split()).replace("()", "").strip())
 
 
 def title_of(seen: Seen) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 
 from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
-from keepstep.cli.live_flags import live_answers, live_option
 from keepstep.cli.output import NotFoundError, emit, note, output_option
+from keepstep.cli.reading_flags import jobs_of, jobs_option, live_answers, live_option
 from keepstep.cli.runs import Column, clock, moment_ns, print_table
 from keepstep.records.errors import ConfigError, KeepstepError
 from keepstep.records.event import Event, Severity, event_fields
@@ -92,6 +92,7 @@ class Wanted(NamedTuple):
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only of this node; may be repeated, * works.")
 @click.option("--signature", "signatures", multiple=True, metavar="ID", help="Only with this signature: xid.79, xid.*")
 @live_option
+@jobs_option
 @catalog_option
 @click.option("--limit", type=click.IntRange(min=0), help="Only the first N; 0 is all. A table has 500 by default.")
 @output_option
@@ -105,6 +106,7 @@ def scan(
     nodes: tuple[str, ...],
     signatures: tuple[str, ...],
     live: tuple[str, ...],
+    jobs: int | None,
     catalog_files: tuple[Path, ...],
     limit: int | None,
     output: str,
@@ -128,12 +130,10 @@ def scan(
         return
     if cursor_file is not None:
         raise ConfigError("--cursor-file goes with --follow: files are read from their begin")
-    _files(paths, live, wanted, chosen_catalog(catalog_files), limit, output)
+    _show(_read(paths, live, chosen_catalog(catalog_files), jobs_of(jobs)), wanted, limit, output)
 
 
-def _files(
-    paths: Sequence[str], live: Sequence[str], wanted: Wanted, catalog: Catalog, limit: int | None, output: str
-) -> None:
+def _read(paths: Sequence[str], live: Sequence[str], catalog: Catalog, jobs: int) -> Reading:
     from keepstep.sources.reading import read_paths
 
     if not paths and not live:
@@ -141,7 +141,11 @@ def _files(
     missing = [p for p in paths if p != "-" and not Path(p).exists()]
     if missing:
         raise NotFoundError(f"no such file or folder: {', '.join(missing)}")
-    reading = read_paths(paths, catalog, deep=False, answers=live_answers(live, catalog))
+    return read_paths(paths, catalog, deep=False, answers=live_answers(live, catalog), jobs=jobs)
+
+
+def _show(reading: Reading, wanted: Wanted, limit: int | None, output: str) -> None:
+    """Print the events that are wanted, and leave with the exit code that they ask for."""
     _say(reading)
     if not reading.used and not reading.dumps:
         raise KeepstepError(f"nothing could be read: {'; '.join(reading.unreadable) or 'no files there'}")

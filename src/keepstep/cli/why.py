@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.cli.catalog_flags import catalog_option, chosen_catalog
-from keepstep.cli.live_flags import live_answers, live_option
 from keepstep.cli.output import emit, note, output_option
+from keepstep.cli.reading_flags import jobs_of, jobs_option, live_answers, live_option
 from keepstep.cli.runs import moment_ns
 from keepstep.cli.why_inputs import Asked, asked, matcher_of
 from keepstep.records.errors import KeepstepError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--summarize-model", metavar="NAME", default="default", help="Model that the endpoint is asked for.")
 @click.option("--summary-file", type=click.Path(path_type=Path), help="Where the summary goes; default: stderr.")
 @live_option
+@jobs_option
 @catalog_option
 @output_option
 def why(
@@ -52,6 +53,7 @@ def why(
     summarize_model: str,
     summary_file: Path | None,
     live: tuple[str, ...],
+    jobs: int | None,
     catalog_files: tuple[Path, ...],
     output: str,
 ) -> None:
@@ -62,7 +64,7 @@ def why(
     now_ns = time.time_ns() if now is None else moment_ns(now, 0, "--now")
     window = tuple(None if t is None else moment_ns(t, now_ns, n) for t, n in ((since, "--since"), (until, "--until")))
     question = asked(paths, run, cycle, live=bool(live))
-    fields = question.recorded or judged(question, window[0], window[1], explain, catalog_files, live)
+    fields = question.recorded or judged(question, window[0], window[1], explain, catalog_files, live, jobs_of(jobs))
     emit(
         fields,
         output,
@@ -83,6 +85,7 @@ def judged(
     explain: bool,
     catalog_files: Sequence[Path] = (),
     live: Sequence[str] = (),
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """The verdict on what is asked about, and on what live sources say, as keepstep.verdict/1 with what it came from.
 
@@ -102,6 +105,7 @@ def judged(
         until_ns=until_ns,
         past=past,
         answers=live_answers(live, catalog),
+        jobs=jobs,
     )
     if not found.reading.used and found.hang is None:
         because = "; ".join(found.reading.unreadable) or "no files in it"

@@ -67,13 +67,14 @@ def diagnose(
     until_ns: int | None = None,
     past: Sequence[Past] = (),
     answers: Sequence[Answered] = (),
+    jobs: int = 1,
 ) -> Diagnosis:
     """The verdict on what files and folders tell. `ranks`: where ranks ran; `past`: incidents before, oldest first.
 
-    `answers`: what live sources said. Times: see attribution.current.windowed.
+    `answers`: what live sources said. `jobs`: processes that read. Times: see attribution.current.windowed.
     """
     catalog = catalog or shipped()
-    reading = read_paths(paths, catalog, matcher=matcher, answers=answers)
+    reading = read_paths(paths, catalog, matcher=matcher, answers=answers, jobs=jobs)
     hang = _hang(reading.dumps, ranks)
     events = windowed([*reading.events, *hang_events(hang, reading.dumps, catalog)], since_ns, until_ns)
     judgement = judge(events, catalog, ranks)

@@ -73,8 +73,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The event as `keepstep.event/1`, with its times in RFC 3339 beside the nanoseconds."""
+    """The event as `keepstep.event/1`, with its times in RFC 3339 beside the nanoseconds.
+
+    Fields that have their default are left out, but for severity and quality of the time, which every reader asks for.
+    """
     fields: dict[str, Any] = {"schema": "keepstep.event/1", **msgspec.to_builtins(event)}
+    # msgspec knows a default by identity, which a string that came from another process has lost.
+    fields |= {"severity": event.severity, "time_quality": event.time_quality}
     if event.time_ns is not None:
         fields["time"] = rfc3339(event.time_ns)
     if event.last_ns is not None:

@@ -1,63 +1,43 @@
-"""Paths -> events: finds what is there, reads it as what it is, and says what it could not read."""
+"""Paths -> events: finds what is there, has each file read as what it is (onefile.py), and says what could not be read."""
 
 from __future__ import annotations
 
-import codecs
-import hashlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.matcher import Matcher
-from keepstep.catalog.words import lean_of, words_of
+from keepstep.catalog.words import lean_of
 from keepstep.records.event import Event, Evidence
 from keepstep.sources import runfolder, staleness
-from keepstep.sources.decoding import is_flight_recorder, is_record, open_stream, to_text, what_binary, wide_encoding
-from keepstep.sources.documents import Document, Line, Origin, split
-from keepstep.sources.facts import Facts, facts_of
+from keepstep.sources.documents import Document, Origin, split
+from keepstep.sources.facts import Facts
 from keepstep.sources.folders import Found, Skipped, find
-from keepstep.sources.joblog.blocks import block_events
-from keepstep.sources.monitors.ledgers import ledger_events
-from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import Hints, of_path
-from keepstep.sources.ownrecords import OWN_RECORD
-from keepstep.sources.parsers import PARSERS
-from keepstep.sources.progress import progress_events
+from keepstep.sources.onefile import (
+    WORDS_LIMIT,
+    Gathered,
+    Told,
+    Used,
+    below_top,
+    completed,
+    read_documents,
+    read_file,
+    read_stream,
+)
 from keepstep.sources.runfolder import RunFolder
+from keepstep.sources.sharing import shared_out
 from keepstep.sources.skew import Skew, add_skew, estimate
-from keepstep.sources.storms import Collapser, dedupe, drop_copies
-from keepstep.sources.streaming import LINE_BYTES, Scanner
-from keepstep.sources.textlines import fits, line_events, make_event
-from keepstep.sources.windows import Cutter
+from keepstep.sources.storms import dedupe, drop_copies
 
-WHOLE_BYTES = 4 << 20
-"""Logs up to this size are looked at as a whole, by every parser; larger ones are streamed."""
-WHOLE_LINES = 60_000
-RECORD_BYTES = 32 << 20
-"""The same for one JSON or YAML document, or one table of accounting: it means something only as a whole."""
-CHUNK_BYTES = 4 << 20
-TAIL_BYTES = 1 << 20
-"""The end of a large log is looked at as a document too: there a job says why it died."""
-TEXT_LIMIT_BYTES = 64 << 30
-"""Of one file, unpacked."""
 STDIN = "-"
-WORDS_LIMIT = 40_000
-"""Characters of all texts together up to which their words are looked at."""
 TEXT_WORDS = "text.words"
-
-
-class Used(NamedTuple):
-    """A document that was read, as what, how many lines it has and how many events it gave."""
-
-    path: str
-    title: str
-    read_as: str
-    events: int
-    lines: int = 0
+POOL_FROM_FILES = 256
+POOL_FROM_BYTES = 64 << 20
+"""From either on several processes read: each needs a second before it has compiled all patterns."""
+PART_FILES = 32
 
 
 class Answered(NamedTuple):
@@ -94,30 +74,19 @@ class Reading(NamedTuple):
         return (min(times), max(times)) if times else None
 
 
-class _Whole:
-    """Collects what files give."""
-
-    def __init__(self, catalog: Catalog, matcher: Matcher, deep: bool) -> None:
-        self.catalog = catalog
-        self.matcher = matcher
-        self.deep = deep
-        self.events: list[Event] = []
-        self.used: list[Used] = []
-        self.unreadable: list[str] = []
-        self.skipped: list[Skipped] = []
-        self.dumps: list[str] = []
-        self.facts: list[Facts] = []
-        self.size_bytes = 0
-        self.words: set[str] = set()
-        """Of all documents together, as far as they are short."""
-        self.characters = 0
-
-
 def read_text(path: str, text: str, catalog: Catalog, matcher: Matcher, origin: Origin | None = None) -> Reading:
     """Everything that one text tells."""
-    whole = _Whole(catalog, matcher, deep=True)
-    _read_documents(whole, split(path, text, origin or Origin()))
+    whole = Gathered(catalog, matcher, deep=True)
+    read_documents(whole, split(path, text, origin or Origin()))
     return _finished(whole)
+
+
+class _Task(NamedTuple):
+    """Files to read, with the run folder that each is in."""
+
+    files: Sequence[tuple[Found, Path | None]]
+    catalog: Catalog
+    deep: bool
 
 
 def read_paths(
@@ -127,41 +96,101 @@ def read_paths(
     matcher: Matcher | None = None,
     deep: bool = True,
     answers: Sequence[Answered] = (),
+    jobs: int = 1,
 ) -> Reading:
     """Everything that files and folders tell; "-" is standard input. A file that cannot be read is named; the others are read.
 
     `answers`: what live sources said, read with them. `deep`: cut pieces out of large logs for the parsers of
-    documents; without it, only lines that match are taken from those.
+    documents; without it, only lines that match are taken from those. `jobs`: processes that many files are shared out over.
     """
-    whole = _Whole(catalog, matcher or Matcher(catalog), deep)
+    whole = Gathered(catalog, matcher or Matcher(catalog), deep)
+    runs: dict[Path, RunFolder] = {}
+    waiting: list[tuple[Found, Path | None]] = []
     for name in paths:
         if name == STDIN:
-            _read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")), None, "")
+            _read_files(whole, waiting, runs, jobs)
+            waiting = []
+            read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")))
             continue
         top = runfolder.folder_of(Path(name))
-        run = runfolder.read_run_folder(top) if top is not None else None
+        if top is not None and top not in runs:
+            runs[top] = runfolder.read_run_folder(top)
         for one in find(name):
             if isinstance(one, Skipped):
                 whole.skipped.append(one)
             else:
-                _read_file(whole, one, run)
+                waiting.append((one, top))
+    _read_files(whole, waiting, runs, jobs)
     for answer in answers:
         _take_answer(whole, answer)
     return _finished(whole)
 
 
-def _take_answer(whole: _Whole, answer: Answered) -> None:
+def _read_files(
+    whole: Gathered, files: Sequence[tuple[Found, Path | None]], runs: Mapping[Path, RunFolder], jobs: int
+) -> None:
+    """Add what the files tell, in their order, with the places of ranks where they are of a run folder."""
+    for (found, top), told in zip(files, _told(whole, files, jobs), strict=True):
+        if top is not None:
+            below = below_top(found, top)
+            told = told._replace(events=[runfolder.place(e, runs[top], below) for e in told.events])  # noqa: PLW2901
+        whole.take(told)
+
+
+def _told(whole: Gathered, files: Sequence[tuple[Found, Path | None]], jobs: int) -> Iterator[Told]:
+    if jobs < 2 or not _are_many([found.path for found, _ in files]):
+        for found, top in files:
+            yield read_file(found, top, whole.catalog, whole.matcher, whole.deep).told()
+        return
+    tasks = [_Task(files[at : at + PART_FILES], whole.catalog, whole.deep) for at in range(0, len(files), PART_FILES)]
+    _matchers[whole.catalog.digest] = whole.matcher
+    done = dict(shared_out(_read_task, tasks, jobs))
+    for number in range(len(tasks)):
+        yield from done.pop(number)
+
+
+def _are_many(paths: Sequence[Path]) -> bool:
+    if len(paths) >= POOL_FROM_FILES:
+        return True
+    return len(paths) > PART_FILES and sum(map(_size, paths)) >= POOL_FROM_BYTES
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_task(task: _Task) -> list[Told]:
+    """What each file of a task tells. Runs in any process."""
+    matcher = _matcher_of(task.catalog)
+    return [read_file(found, top, task.catalog, matcher, task.deep).told() for found, top in task.files]
+
+
+_matchers: dict[str, Matcher] = {}
+
+
+def _matcher_of(catalog: Catalog) -> Matcher:
+    """The patterns of a catalog, compiled once a process: each task brings its own copy of it."""
+    known = _matchers.get(catalog.digest)
+    if known is None:
+        known = _matchers[catalog.digest] = Matcher(catalog)
+    return known
+
+
+def _take_answer(whole: Gathered, answer: Answered) -> None:
     whole.unreadable += [f"{answer.name}: {note}" for note in answer.notes]
     if answer.text:
         whole.size_bytes += len(answer.text)
-        _read_documents(whole, split(answer.name, answer.text, Origin(Hints(node=answer.node))), chosen=False)
+        read_documents(whole, split(answer.name, answer.text, Origin(Hints(node=answer.node))), chosen=False)
     elif answer.events or not answer.notes:
         document = Document(answer.name, "", (), answer.node)
-        whole.events += _completed(answer.events, document)
+        whole.events += completed(answer.events, document)
         whole.used.append(Used(answer.name, "", "live", len(answer.events)))
 
 
-def _finished(whole: _Whole) -> Reading:
+def _finished(whole: Gathered) -> Reading:
     facts = Facts(
         tuple(b for f in whole.facts for b in f.boots),
         tuple(r for f in whole.facts for r in f.repairs),
@@ -184,92 +213,7 @@ def _finished(whole: _Whole) -> Reading:
     )
 
 
-def _read_file(whole: _Whole, found: Found, run: RunFolder | None) -> None:
-    try:
-        with found.path.open("rb") as file:
-            latest_ns = found.path.stat().st_mtime_ns
-            outer, below = of_path(found.below), found.below
-            if run is not None:
-                below = str(found.path.resolve().relative_to(run.top))
-                outer = runfolder.hints_of(below, outer)
-            _read_stream(whole, file, str(found.path), Origin(outer, latest_ns), run, below)
-    except OSError as error:
-        whole.unreadable.append(f"{found.path}: {error.strerror or error}")
-
-
-def _read_stream(whole: _Whole, stream: BinaryIO, path: str, origin: Origin, run: RunFolder | None, below: str) -> None:
-    opened = open_stream(stream)
-    begin = len(whole.events)
-    blocks = opened.blocks
-    held: list[bytes] = []
-    size = 0
-    limit = WHOLE_BYTES
-    for block in blocks:
-        if not held and is_record(block):
-            limit = max(limit, RECORD_BYTES)
-        held.append(block)
-        size += len(block)
-        if size > limit:
-            break
-    data = b"".join(held)
-    del held
-    if is_flight_recorder(data):
-        whole.dumps.append(path)
-        return
-    # A crash leaves blocks of NUL in a log, also at its begin.
-    binary = what_binary(data.lstrip(b"\0")[:4096] or data[:4096])
-    if binary is not None:
-        whole.unreadable.append(f"{path}: {binary}")
-    elif size > limit or (limit == WHOLE_BYTES and data.count(b"\n") > WHOLE_LINES):
-        _read_large(whole, data, blocks, path, origin)
-    else:
-        whole.size_bytes += len(data)
-        _read_documents(whole, split(path, to_text(data), origin))
-    whole.unreadable.extend(f"{path}: {note}" for note in opened.notes)
-    if run is not None:
-        whole.events[begin:] = [runfolder.place(e, run, below) for e in whole.events[begin:]]
-
-
-# ---- whole documents
-
-
-def _read_documents(whole: _Whole, documents: Sequence[Document], chosen: bool = True) -> None:
-    """`chosen`: somebody chose to show them, so that their words say something. Keys of our own records do not."""
-    near_ns = next((n.time_ns for d in documents for n in d.lines if n.time_ns is not None), None)
-    for document in documents:
-        found = Collapser()
-        monitors = monitor_events(document, whole.catalog)
-        for event in line_events(document, whole.matcher, ordinary=whole.deep):
-            if event.evidence.line not in monitors.claimed:
-                found.add(event)
-        read_as, parsed = _parsed(document, whole.catalog)
-        told = {(e.evidence.line, e.signature) for e in parsed}
-        lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
-        seen = _completed([*monitors.events, *ledger_events(document, whole.catalog)], document)
-        events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
-        if read_as == OWN_RECORD:
-            # Other texts that it quotes lie beside it.
-            events = parsed
-        whole.events += events
-        if chosen and read_as != OWN_RECORD:
-            _add_words(whole, document, {e.evidence.line for e in events})
-        whole.facts.append(facts_of(document, near_ns))
-        whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
-
-
-def _add_words(whole: _Whole, document: Document, known: Collection[int]) -> None:
-    """The words of what was given, while all of it is short: what somebody chose to show. A long log holds every word.
-
-    `known`: numbers of lines in which a sign was seen: what they say has its entry.
-    """
-    whole.characters += sum(len(line.raw) for line in document.lines)
-    if whole.characters <= WORDS_LIMIT:
-        whole.words |= words_of(
-            "\n".join([document.title, *(line.raw for line in document.lines if line.number not in known)])
-        )
-
-
-def _lean_event(whole: _Whole) -> list[Event]:
+def _lean_event(whole: Gathered) -> list[Event]:
     """What the words lean to, as an event; none of a long text, where they lean to nothing, or where only lines are asked for."""
     lean = lean_of(whole.words) if whole.deep and 0 < whole.characters <= WORDS_LIMIT else None
     if lean is None or TEXT_WORDS not in whole.catalog:
@@ -288,160 +232,3 @@ def _lean_event(whole: _Whole) -> list[Event]:
             evidence=Evidence(path=path),
         )
     ]
-
-
-def _parsed(document: Document, catalog: Catalog) -> tuple[str, list[Event]]:
-    """What the parsers make of a document, and of blocks of lines in it.
-
-    All are asked: a paste without marks between its parts holds several outputs.
-    """
-    read_as, found = [], list[Event]()
-    for name, parse in PARSERS:
-        events = parse(document, catalog)
-        if events is not None and name == OWN_RECORD:
-            return name, _completed(events, document)
-        if events is not None:
-            read_as.append(name)
-            found += events
-    found += block_events(document, catalog)
-    return ", ".join(read_as) or "log lines", _completed(found, document)
-
-
-def _completed(events: Iterable[Event], document: Document) -> list[Event]:
-    """Events of a parser with what their lines tell beside: time, node, an id."""
-    by_number: dict[int, Line] = {}
-    for one in document.lines:
-        by_number.setdefault(one.number, one)
-    done = []
-    for index, event in enumerate(events):
-        line = by_number.get(event.evidence.line)
-        changes: dict[str, object] = {}
-        if event.time_ns is None and line is not None and line.time_ns is not None:
-            changes = {"time_ns": line.time_ns, "time_quality": line.time_quality}
-        if event.node is None and event.rank is None:
-            changes["node"] = line.node if line is not None and line.node else document.node
-        if not event.id:
-            key = f"{document.path}/{document.title}/{event.signature}/{event.evidence.line}/{index}"
-            changes["id"] = "ev-" + hashlib.blake2b(key.encode(errors="replace"), digest_size=8).hexdigest()
-        done.append(msgspec.structs.replace(event, **changes) if changes else event)
-    return done
-
-
-# ---- large logs
-
-
-def _read_large(whole: _Whole, head: bytes, rest: Iterable[bytes], path: str, origin: Origin) -> None:
-    cutter = Cutter() if whole.deep else None
-    scanner: Scanner | None = None
-    found = Collapser()
-    tail = b""
-    for chunk in chunks(_in_utf8(head, rest)):
-        if scanner is None:
-            scanner = Scanner(whole.matcher, origin, chunk, cutter)
-        for hit in scanner.scan(chunk):
-            document = Document(path, hit.title, ())
-            for match in hit.matches:
-                if fits(match, hit.line):
-                    found.add(make_event(match, hit.line, document, hit.repeats))
-        tail = (tail + chunk)[-TAIL_BYTES:] if whole.deep else b""
-        if scanner.size_bytes > TEXT_LIMIT_BYTES:
-            whole.skipped.append(Skipped(path, f"what comes after {TEXT_LIMIT_BYTES >> 30} GiB of text"))
-            break
-    if scanner is None:
-        return
-    if found.lost:
-        whole.skipped.append(Skipped(path, f"{found.lost} sightings of more things than are told apart"))
-    events = found.events()
-    if cutter is not None:
-        events += _pieces(whole, path, origin, cutter, scanner, tail)
-    whole.events += events
-    whole.size_bytes += scanner.size_bytes
-    whole.used.append(Used(path, "", "log lines, streamed", len(events), scanner.lines))
-
-
-def _ordinary(whole: _Whole, document: Document) -> list[Event]:
-    """What a long log is not stopped at, in a piece of it: facts that lines have in which nothing is wrong."""
-    return [e for e in line_events(document, whole.matcher) if _is_ordinary(whole.catalog, e)]
-
-
-def _is_ordinary(catalog: Catalog, event: Event) -> bool:
-    return event.signature in catalog and catalog[event.signature].ordinary
-
-
-def _pieces(whole: _Whole, path: str, origin: Origin, cutter: Cutter, scanner: Scanner, tail: bytes) -> list[Event]:
-    """What parsers make of the pieces that were cut out, and of the end; steps that were made are looked for at the end."""
-    cutter.finish()
-    found: list[Event] = []
-    for window in cutter.done:
-        near = origin._replace(first_number=window.first_number, near_ns=window.near_ns)
-        for document in split(path, window.text, near):
-            found += _parsed(document, whole.catalog)[1]
-            found += _ordinary(whole, document)
-    tail = tail[tail.find(b"\n") + 1 :]
-    number = scanner.lines - tail.count(b"\n") - (not tail.endswith(b"\n")) + 1
-    for document in split(path, to_text(tail), origin._replace(first_number=number, near_ns=scanner.near_ns)):
-        found += _parsed(document, whole.catalog)[1]
-        found += _ordinary(whole, document)
-        found += progress_events(document, whole.catalog)
-        whole.facts.append(facts_of(document))
-    seen: set[tuple[int, str]] = set()
-    kept = []
-    for event in found:
-        key = (event.evidence.line, event.signature)
-        if not event.evidence.line or key not in seen:
-            kept.append(event)
-        seen.add(key)
-    return kept
-
-
-def _in_utf8(head: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
-    """The blocks, in UTF-8 where a byte order mark says that they are UTF-16 or UTF-32."""
-    wide = wide_encoding(head)
-    if wide is None:
-        yield head
-        yield from rest
-        return
-    decoder = codecs.getincrementaldecoder(wide)(errors="replace")
-    yield decoder.decode(head).removeprefix("\ufeff").encode(errors="replace")
-    for block in rest:
-        yield decoder.decode(block).encode(errors="replace")
-
-
-def chunks(blocks: Iterable[bytes], size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Blocks of any size as chunks of about `size` that end where lines end. A line longer than that is cut to its begin."""
-    held: list[bytes] = []
-    total = 0
-    cutting = False
-    for given in blocks:
-        block = given
-        if cutting:
-            end = block.find(b"\n")
-            if end < 0:
-                continue
-            block, cutting = block[end:], False
-        held.append(block)
-        total += len(block)
-        if total < size:
-            continue
-        data = b"".join(held)
-        cut = data.rfind(b"\n") + 1
-        if cut:
-            for start, end in _even(data, cut, size):
-                yield data[start:end]
-            data = data[cut:]
-        elif total >= size:
-            data, cutting = data[:LINE_BYTES], True
-        held, total = [data], len(data)
-    data = b"".join(held)
-    if data:
-        yield data
-
-
-def _even(data: bytes, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Parts of about `size` of the first `end` bytes, each up to a line end."""
-    start = 0
-    while start < end:
-        cut = data.rfind(b"\n", start, min(start + 2 * size, end)) + 1 if end - start > 2 * size else end
-        cut = cut if cut > start else data.find(b"\n", start) + 1
-        yield start, cut
-        start = cut

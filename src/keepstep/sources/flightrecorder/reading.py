@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from keepstep.records.errors import StorageError
 from keepstep.records.flightrecorder import UNKNOWN, Group, Operation, Part, RankState, Snapshot, Wait
 from keepstep.sources.flightrecorder.dump import NEWEST_MINOR, Configured, DumpError, NotADumpError, parse_dump
 from keepstep.sources.flightrecorder.files import Source, read_bytes, shown
 from keepstep.sources.flightrecorder.summary import DEFAULT_GROUP, Tables, members, rank_of, summarise
+from keepstep.sources.sharing import shared_out
 
 POOL_FROM_FILES = 256
 POOL_FROM_BYTES = 16 << 20
@@ -97,30 +96,9 @@ def _chunks(sources: Sequence[Source], jobs: int, tables: Tables) -> Iterator[Ch
     parts = [sources[at : at + size] for at in range(0, len(sources), size)]
     many = len(sources) >= POOL_FROM_FILES or sum(source.size_bytes for source in sources) >= POOL_FROM_BYTES
     if jobs > 1 and len(parts) > 1 and many:
-        yield from _shared_out(parts, jobs)
+        yield from (chunk for _, chunk in shared_out(read_chunk, parts, jobs))
     else:
         yield from (read_chunk(part, tables) for part in parts)
-
-
-def _shared_out(parts: Sequence[Sequence[Source]], jobs: int) -> Iterator[Chunk]:
-    """Chunks read by this process and others. Those are started afresh, never forked from this one: it may have threads."""
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-
-    with ProcessPoolExecutor(min(jobs, len(parts)) - 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            futures = [pool.submit(read_chunk, part) for part in parts]
-            # The others begin at the front; meanwhile this one takes from the end what none of them has begun.
-            for part, future in zip(reversed(parts), reversed(futures), strict=True):
-                if future.cancel():
-                    yield read_chunk(part)
-            yield from (future.result() for future in futures if not future.cancelled())
-        except BrokenProcessPool as error:
-            raise StorageError(
-                "a process that reads dumps was killed, maybe for lack of memory; try --jobs 1"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 class _Merge:
