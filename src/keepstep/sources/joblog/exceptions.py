@@ -16,6 +16,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
+from keepstep.sources.joblog.tools import looks_on
 
 MAX_EVENTS = 2000
 """Tracebacks of one document; what thousands of ranks say alike adds nothing."""
@@ -205,6 +206,14 @@ def _looks_raised(name: str) -> bool:
     return last.endswith(("Error", "Exception", "Interrupt", "Exit", "Warning", "Timeout", "NotFound", "Iteration"))
 
 
+TOOL = "python.tool_exception"
+OF_PROGRAM = frozenset(
+    {"python.exception", "python.library_exception", "python.user_exception", "python.user_runtime_error"}
+    | {"python.import_failed", "python.file_missing"}
+)
+"""What an exception says of whoever raised it, and of nothing else: a tool's own says nothing of the job. What a tool tells of a
+device or of the network it tells of that."""
+
 _WORTH = {"python.exception": 0, "python.peer_lost": 0, "python.interrupted": 0}
 
 
@@ -215,6 +224,8 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
     principal, signature = judged[0] if cause else judged[-1]
     if _WORTH.get(signature, 1) == 0:
         principal, signature = next((j for j in judged if _WORTH.get(j[1], 1)), (principal, signature))
+    if signature in OF_PROGRAM and TOOL in catalog and looks_on(document.title):
+        signature = TOOL
     frames = principal.frames
     own = next((f for f in reversed(frames) if whose(f.path) == "user"), None)
     inner = frames[-1] if frames else None
