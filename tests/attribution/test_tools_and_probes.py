@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.sources.joblog.tools import looks_on
-from tests.attribution.jobtexts import lines, verdict_of
+from tests.attribution.jobtexts import conclusions, lines, verdict_of
 
 RAISED = lines(
     "Traceback (most recent call last):",
@@ -60,3 +60,172 @@ def test_what_a_tool_tells_of_a_device_counts() -> None:
         "KeyError: 'entries'", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     )
     assert not verdict_of(lines("$ nvitop -1", told)).no_current_fault
+
+
+PROBE = "W 07-17 22:41:06 backend_utils.py:2731] Cluster is abnormal because ray cluster is unhealthy (None). Transitioned to INIT."
+RAY = (
+    "[2031-02-03 04:11:20,118 W 812 812] gcs_health_check_manager.cc:108: Health check failed for node 9fd1, remaining checks "
+    "{left}, status 4, response status 0, status message Deadline Exceeded"
+)
+
+
+def steps(*clocks: str, day: str = "") -> str:
+    return lines("==> run.log <==", *(f"{day}{c} step {100 + i} loss 1.88 1.9s/it" for i, c in enumerate(clocks)))
+
+
+def test_a_probe_is_refuted_by_steps_that_came_after_it() -> None:
+    verdict = verdict_of(
+        lines("==> controller <==", PROBE, steps("22:40:50", "22:41:10", "22:41:30", day="2031-07-17 "))
+    )
+    assert (verdict.fault_class, verdict.action, verdict.no_current_fault) == ("platform", "none", True)
+
+
+@pytest.mark.parametrize("clocks", [("22:40:11", "22:40:31", "22:40:50"), ("22:40:50", "22:41:08"), ()])
+def test_steps_before_a_probe_or_just_behind_it_refute_nothing(clocks: tuple[str, ...]) -> None:
+    verdict = verdict_of(lines("==> controller <==", PROBE, steps(*clocks, day="2031-07-17 ")))
+    assert not verdict.no_current_fault
+    assert verdict.action == "ask_human"
+
+
+def test_a_late_answer_of_a_node_takes_no_node_out() -> None:
+    text = lines(RAY.format(left=4), steps("04:11:25", "04:11:46", "04:12:07", day="2031-02-03 "))
+    assert verdict_of(text).no_current_fault
+    assert verdict_of(RAY.format(left=4)).action == "ask_human"
+
+
+def test_what_is_said_beside_a_probe_in_other_lines_stays() -> None:
+    other = "2031-02-03 04:12:30 failed to initialize DCGM: Error connecting to nv-hostengine: Host engine connection invalid"
+    text = lines(RAY.format(left=4), other, steps("04:11:25", "04:11:46", "04:12:07", day="2031-02-03 "))
+    assert "derived.probe.outlived" not in conclusions(text)
+
+
+def epochs(*seconds: float, first: int = 0, warn: int | None = 0) -> str:
+    return lines(
+        *(
+            f"epoch {first + i} | 5004 it | time {s}s | data_time {round(0.9 * s, 1) if i == 0 else 1.9}s"
+            + ("   WARN slow epoch: 14.9x median" if i == warn else "")
+            for i, s in enumerate(seconds)
+        )
+    )
+
+
+def test_only_the_first_epoch_was_slow_is_a_warm_up() -> None:
+    verdict = verdict_of(epochs(1663.4, 111.6, 110.8, 110.4))
+    assert (verdict.fault_class, verdict.action, verdict.no_current_fault) == ("storage", "none", True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        epochs(1663.4, 111.6, 110.8, 1660.1),
+        epochs(1663.4, 1640.0, 1650.8, 1660.1),
+        epochs(1663.4, 111.6, 110.8),
+        epochs(1663.4, 111.6, 110.8, 110.4, first=7),
+        epochs(1663.4, 111.6, 110.8, 110.4, warn=3),
+        epochs(220.0, 111.6, 110.8, 110.4),
+        epochs(1663.4, 111.6, 110.8, 110.4, warn=None),
+        lines(
+            epochs(1663.4, 111.6, 110.8, 110.4), "RuntimeError: CUDA error: an illegal memory access was encountered"
+        ),
+        lines(epochs(1663.4, 111.6, 110.8, 110.4), WATCHDOG),
+    ],
+)
+def test_slowness_that_comes_back_stays_or_ends_in_a_failure_is_no_warm_up(text: str) -> None:
+    assert not [c for c in conclusions(text) if c.startswith("derived.warm_up")]
+    assert not verdict_of(text).no_current_fault
+
+
+GATE = "[gate] gpu 0: clocks.current.graphics=1665 != 1830  FAIL"
+HEAD = (
+    "index, clocks.current.graphics [MHz], power.draw [W], power.limit [W], utilization.gpu [%], "
+    "clocks_event_reasons.sw_power_cap, clocks_event_reasons.hw_slowdown"
+)
+AT_LIMIT = [
+    "0, 1665 MHz, 698.7 W, 700.00 W, 100 %, Active, Not Active",
+    "1, 1635 MHz, 699.4 W, 700.00 W, 99 %, Active, Not Active",
+]
+
+
+def test_gpus_that_are_all_at_their_limit_and_alike_have_no_fault() -> None:
+    verdict = verdict_of(lines(GATE, HEAD, *AT_LIMIT))
+    assert (verdict.action, verdict.no_current_fault) == ("none", True)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "2, 1100 MHz, 699.0 W, 700.00 W, 100 %, Active, Not Active",
+        "2, 345 MHz, 181.5 W, 700.00 W, 100 %, Not Active, Active",
+        "2, 1650 MHz, 420.0 W, 700.00 W, 100 %, Active, Not Active",
+        "2, 1650 MHz, 499.0 W, 500.00 W, 100 %, Active, Not Active",
+        "2, 1650 MHz, 699.0 W, 700.00 W, 12 %, Active, Not Active",
+    ],
+)
+def test_one_gpu_that_is_not_alike_is_not_calmed(odd: str) -> None:
+    text = lines(GATE, HEAD, *AT_LIMIT, odd)
+    assert "derived.alarm.all_at_limit" not in conclusions(text)
+    assert not verdict_of(text).no_current_fault
+
+
+COUNTER = "alert: NVLINK ERROR COUNTER NON-ZERO gpu=2 link=7 value={}"
+
+
+@pytest.mark.parametrize(
+    ("alarm", "still", "calm"),
+    [
+        (COUNTER.format(1), "# windows 12..30: no change on any port.", True),
+        (COUNTER.format(1), "replay, hourly: 0 0 0 1 1 1 1 1 1 1 1 1 1", True),
+        (COUNTER.format(1), "replay, hourly: 0 0 0 0 0 0 0 0 1 1 1 1 2", False),
+        (COUNTER.format(1), "", False),
+        (COUNTER.format(5214), "# windows 12..30: no change on any port.", False),
+        (COUNTER.format(1).replace("ERROR COUNTER", "UNCORRECTABLE"), "no change on any port", False),
+    ],
+)
+def test_a_corrected_error_that_did_not_come_back_is_over(alarm: str, still: str, calm: bool) -> None:
+    text = lines(alarm, still)
+    assert ("derived.alarm.settled" in conclusions(text)) is calm
+    assert verdict_of(text).no_current_fault is calm
+
+
+def test_a_settled_counter_takes_back_nothing_of_the_kernel() -> None:
+    xid = "kernel: NVRM: Xid (PCI:0000:1b:00): 74, pid='<unknown>', NVLink: fatal error detected on link 7"
+    assert not verdict_of(lines(COUNTER.format(1), "no change on any port", xid)).no_current_fault
+
+
+STUCK = "watchdog: GPU 4 WEDGED (100 % busy for 24 h without a process) -> reset"
+WORKED = "# probe on GPU 4: gemm 1.61 PFLOP/s (others 1.60-1.62), rc 0"
+
+
+@pytest.mark.parametrize(
+    ("more", "calm"),
+    [
+        (WORKED, True),
+        ("# probe on GPU 4: gemm timed out, rc=124", False),
+        ("", False),
+        (
+            lines(
+                WORKED,
+                "kernel: NVRM: Xid (PCI:0000:9a:00): 119, pid=2211, name=python, Timeout after 45s of waiting for RPC",
+            ),
+            False,
+        ),
+    ],
+)
+def test_a_reading_is_stuck_only_where_the_gpu_works(more: str, calm: bool) -> None:
+    assert ("derived.alarm.reading_stuck" in conclusions(lines(STUCK, more))) is calm
+    assert verdict_of(lines(STUCK, more)).no_current_fault is calm
+
+
+def power(draw: float, image: str) -> str:
+    return lines(
+        f"==> dev-{image[-1]} : image {image} <==",
+        f"    GPU Power Readings : Average {draw} W   Current Power Limit 35.00 W",
+        "    Clocks Event Reasons: SW Power Cap Active   HW Slowdown Not Active   SW Thermal Slowdown Active",
+    )
+
+
+def test_a_power_that_no_board_draws_is_of_what_the_machine_was_given() -> None:
+    verdict = verdict_of(lines(power(33.9, "44.20260626.0"), power(588.4, "44.20260705.1")))
+    assert verdict.fault_class == "platform"
+    assert "derived.power.impossible_here" not in conclusions(lines(power(33.9, "44.1.0"), power(588.4, "44.1.0")))
+    assert "derived.power.impossible" not in conclusions(power(36.0, "44.1.0"))
