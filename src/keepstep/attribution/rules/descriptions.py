@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from keepstep.attribution.order import canonical, compare
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import of
+from keepstep.attribution.rules.jobfacts import number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -23,7 +23,6 @@ LEAST_NODES = 3
 MOST = 256
 
 _COUNTS = re.compile(r"\((?P<have>\d{1,12}) < (?P<want>\d{1,12})\)")
-_LOW = re.compile(r"(?i)node (?P<node>[\w.-]+) has low real_memory size \((?P<have>\d{1,12}) < (?P<want>\d{1,12})\)")
 _REAL = re.compile(r"real\s{1,4}(?P<m>\d{1,4})m(?P<s>\d{1,2})")
 _ASKS = re.compile(r"\b(?:sinfo|squeue|scontrol|sacct|sacctmgr|sdiag)\b")
 SLOW_ANSWER_S = 10
@@ -42,12 +41,12 @@ def gres_outdated(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def memory_outdated(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Machines that report the same too small memory, or a few percent less than described."""
     low = of(events, "slurm.node_low_memory")[:MOST]
-    told = [m for m in (_LOW.search(e.evidence.text) for e in low) if m is not None]
-    if not told or len(told) < len(low):
+    read = [(number(e.attrs.get("have")), number(e.attrs.get("want"))) for e in low]
+    sizes = {(have, want) for have, want in read if have is not None and want is not None and want > 0}
+    if not sizes or (None, None) in read:
         return []
-    sizes = {(int(m["have"]), int(m["want"])) for m in told}
-    alike = len(sizes) == 1 and len({m["node"] for m in told}) >= LEAST_ALIKE
-    if not alike and not all(want > 0 and have >= MEMORY_SHARE * want for have, want in sizes):
+    alike = len(sizes) == 1 and len({e.node for e in low if e.node is not None}) >= LEAST_ALIKE
+    if not alike and not all(have >= MEMORY_SHARE * want for have, want in sizes):
         return []
     have, want = min(sizes)
     explains = ["slurm.node_low_memory"]

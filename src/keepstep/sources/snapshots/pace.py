@@ -10,7 +10,7 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.making import lines_of, make, mentions
 
-WORDS = ("poch", "step", "Step", "iter")
+WORDS = ("poch", "step", "Step", "iter", "Iter")
 LEAST = 4
 MOST = 1000
 """Points of a series that are kept: the first ones."""
@@ -43,6 +43,8 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
     epoch: int | None = None
     for line in lines_of(document):
         text = line.text
+        if not any(word in text for word in WORDS):
+            continue
         counter = _COUNTER.search(text)
         if counter is not None and text[: counter.start()].strip() == "" and counter["unit"].lower() == "epoch":
             epoch = int(counter["number"])
