@@ -9,9 +9,9 @@ from tests.attribution.jobtexts import conclusions, lines, verdict_of
 
 RAISED = lines(
     "Traceback (most recent call last):",
-    '  File "/opt/tools/thing.py", line 41, in <module>',
+    '  File "/opt/tools/fr_trace.py", line 41, in <module>',
     "    main()",
-    '  File "/opt/tools/read.py", line 88, in read',
+    '  File "/opt/tools/components/read.py", line 88, in read',
     '    raise KeyError("entries")',
     "KeyError: 'entries'",
 )
@@ -32,6 +32,18 @@ WATCHDOG = (
         ("torchrun --nproc-per-node 4 train.py --profile --monitor", False),
         ("python train_monitor.py", False),
         ("wandb agent sweep/1", False),
+        ("kubectl exec trainer-0 -c main -- nvitop -1", True),
+        ("docker exec -it trainer python /opt/analyze.py", True),
+        ("ssh n3 'py-spy dump --pid 12'", True),
+        ("srun --overlap --jobid 88 -n 1 gpustat", True),
+        ("python scripts/losses.py logs/rank0.log", True),
+        ("kubectl exec trainer-0 -- python train.py", False),
+        ("ssh n3 'cd /work && python analyze_and_train.py --monitor'", False),
+        ("srun -n 8 python run.py", False),
+        ("kubectl logs trainer-0", False),
+        ("python run.py > run.log", False),
+        ("python run.py --log-file run.log", False),
+        ("python run.py 2>&1 | tee run.log", False),
         ("python main.py --tensorboard", False),
         ("", False),
     ],
@@ -46,7 +58,15 @@ def test_what_a_tool_raises_is_no_fault_of_the_job() -> None:
 
 
 def test_the_same_raised_by_the_job_stays_a_fault() -> None:
-    assert not verdict_of(lines("$ torchrun thing.py", RAISED)).no_current_fault
+    assert not verdict_of(lines("$ torchrun fr_trace.py", RAISED)).no_current_fault
+
+
+@pytest.mark.parametrize(
+    "command", ["torchfrtrace --show run.log", "python merge_logs.py rank0.log", "tensorboard --logdir x"]
+)
+def test_a_traceback_that_a_tool_shows_is_of_whoever_raised_it(command: str) -> None:
+    shown = RAISED.replace("/opt/tools/fr_trace.py", "/work/train.py").replace("/opt/tools/components/", "/work/")
+    assert not verdict_of(lines(f"$ {command}", shown)).no_current_fault
 
 
 def test_a_tool_that_fails_takes_back_nothing_of_what_the_job_said() -> None:

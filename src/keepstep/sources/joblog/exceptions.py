@@ -16,11 +16,13 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
-from keepstep.sources.joblog.tools import looks_on
+from keepstep.sources.joblog.tools import looks_on, raised_by_tool
 
 MAX_EVENTS = 2000
 """Tracebacks of one document; what thousands of ranks say alike adds nothing."""
 MAX_FRAMES = 400
+HEADLESS_LINES = 6
+"""Lines before an exception in which its frames are looked for, where no traceback began."""
 MAX_BLOCK_LINES = 4000
 """Lines of one traceback. A longer one is given up: it is no traceback."""
 
@@ -224,9 +226,10 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
     principal, signature = judged[0] if cause else judged[-1]
     if _WORTH.get(signature, 1) == 0:
         principal, signature = next((j for j in judged if _WORTH.get(j[1], 1)), (principal, signature))
-    if signature in OF_PROGRAM and TOOL in catalog and looks_on(document.title):
-        signature = TOOL
     frames = principal.frames
+    if signature in OF_PROGRAM and TOOL in catalog and looks_on(document.title):
+        paths = [f.path for f in frames] or _paths_before(principal.begun, document)
+        signature = TOOL if raised_by_tool(document.title, paths) else signature
     own = next((f for f in reversed(frames) if whose(f.path) == "user"), None)
     inner = frames[-1] if frames else None
     deepest = next((f for f in reversed(frames) if not communicates(f.path)), inner)
@@ -245,6 +248,12 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
     if shown is not None:
         text += f" (in {shown})"
     return event_at(signature, principal.begun, document, catalog, attrs, text=text)
+
+
+def _paths_before(line: Line, document: Document) -> list[str]:
+    """Files of frames right before an exception whose traceback was shown without its head."""
+    near = [one.text for one in document.lines if line.number - HEADLESS_LINES <= one.number < line.number]
+    return [match["path"] for match in map(_FRAME.match, near) if match is not None]
 
 
 def _signature(raised: Raised) -> str:

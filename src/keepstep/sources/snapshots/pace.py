@@ -25,6 +25,10 @@ _DATA = re.compile(
     r"(?i)\bdata[_ ]?(?:time|wait|load\w*)?\s{0,3}[:=]?\s{0,3}(?P<value>\d{1,9}(?:\.\d{1,9})?) ?(?P<unit>ms|s)\b"
 )
 _KERAS = re.compile(r"\d+/\d+ [^\n]{0,60}?- (?P<value>\d{1,7})s\b[^\n]{0,20}/(?:step|epoch)\b")
+_BAR = re.compile(
+    r"%\|[^|]{0,200}\|\s*(?P<done>\d{1,12})/(?P<of>\d{1,12})\s*\[(?:(?P<h>\d{1,3}):)?(?P<m>\d{1,2}):(?P<s>\d\d)<"
+)
+"""A bar that is full tells how long the whole took."""
 _COMPILES = re.compile(r"(?i)compil|inductor|autotun|cuda ?graph|cudnn\.benchmark|jit\b|warm")
 
 
@@ -75,6 +79,10 @@ def _point(line: Line, counter: re.Match[str] | None, epoch: int | None) -> tupl
         return "epoch", _Point(epoch, float(keras["value"]), line, None)
     if counter is None:
         return None
+    bar = _BAR.search(line.text, counter.end())
+    if bar is not None and bar["done"] == bar["of"] and counter["unit"].lower() == "epoch":
+        seconds = int(bar["h"] or 0) * 3600 + int(bar["m"]) * 60 + int(bar["s"])
+        return "epoch", _Point(int(counter["number"]), float(seconds), line, None)
     took = _TOOK.search(line.text, counter.end())
     unit = None if took is None else took["before"] or took["after"]
     if took is None or unit is None:
