@@ -75,6 +75,11 @@ def test_a_tool_that_fails_takes_back_nothing_of_what_the_job_said() -> None:
     assert verdict.action == "ask_human"
 
 
+def test_a_hang_that_is_told_is_not_talked_away_by_a_tool_that_fails() -> None:
+    verdict = verdict_of(lines("# job hangs since 03:10", "$ torchfrtrace --prefix x_ /tmp/fr", RAISED))
+    assert (verdict.action, verdict.no_current_fault) == ("ask_human", False)
+
+
 def test_what_a_tool_tells_of_a_device_counts() -> None:
     told = RAISED.replace(
         "KeyError: 'entries'", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"

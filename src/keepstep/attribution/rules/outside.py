@@ -50,6 +50,14 @@ def _failed(events: Sequence[Event], catalog: Catalog, *but: str) -> list[Event]
     ]
 
 
+def tool_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A tool's own traceback with nothing else that failed, and nobody who says that the job stands still."""
+    raised = of(events, "python.tool_exception")
+    if not raised or of(events, "fact.hang_told") or _failed(events, catalog):
+        return []
+    return [derive(catalog, "derived.tool_alone", min(raised, key=canonical), placed=False)]
+
+
 def probe_outlived(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Probes that were not answered, each followed by steps; what else is said in the same lines is the same news."""
     probes = of(events, "probe.unanswered")[:MOST]
@@ -229,6 +237,7 @@ def _rank_of(stack: Event) -> int | None:
 
 
 OUTSIDE_RULES = (
+    tool_alone,
     probe_outlived,
     warm_up,
     all_at_limit,
