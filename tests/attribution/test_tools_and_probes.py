@@ -160,6 +160,43 @@ def test_slowness_that_comes_back_stays_or_ends_in_a_failure_is_no_warm_up(text:
     assert not verdict_of(text).no_current_fault
 
 
+def paced(*seconds: float, first: int = 999, warn: int) -> str:
+    return lines(
+        *(f"step {first + i} time {s}s loss 1.1" + "   WARN slow step" * (i == warn) for i, s in enumerate(seconds))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "calm"),
+    [
+        (paced(1.0, 9.8, 1.0, 1.1, 1.0, warn=1), True),
+        (lines("resumed from checkpoint at step 998", paced(180.0, 1.0, 1.1, 1.0, warn=0)), True),
+        (paced(180.0, 1.0, 1.1, 1.0, warn=0), False),
+        (paced(1.0, 9.8, 1.0, 1.1, 9.8, 1.0, 1.0, 1.0, warn=1), False),
+        (paced(1.0, 1.0, 1.1, 9.8, 1.0, warn=3), False),
+        (paced(1.0, 9.8, 1.0, 1.1, 1.0, 1.0, warn=5), False),
+    ],
+)
+def test_one_slow_step_among_others_is_over_where_it_did_not_come_back(text: str, calm: bool) -> None:
+    assert verdict_of(text).no_current_fault is calm
+
+
+@pytest.mark.parametrize(
+    ("alarm", "series", "calm"),
+    [
+        (127, "61 61 62 127 61 62 61 61 62", True),
+        (0, "61 61 62 0 61 62 61 61 62", True),
+        (127, "61 61 62 127 126 62 61 61 62", False),
+        (127, "61 61 62 61 61 62 61 61 127", False),
+        (91, "61 66 72 91 80 74 66 61 62", False),
+        (95, "61 61 62 127 61 62 61 61 62", False),
+    ],
+)
+def test_one_sample_out_of_line_is_a_wrong_reading(alarm: int, series: str, calm: bool) -> None:
+    text = lines(f"alert: GpuTemperature gpu=3 value={alarm} C node=h-3", f"# one sample a minute: {series}")
+    assert verdict_of(text).no_current_fault is calm
+
+
 GATE = "[gate] gpu 0: clocks.current.graphics=1665 != 1830  FAIL"
 HEAD = (
     "index, clocks.current.graphics [MHz], power.draw [W], power.limit [W], utilization.gpu [%], "

@@ -25,6 +25,8 @@ SLOW_FIRST = 3.0
 ALIKE = 1.3
 """Later ones vary by less than this around their median."""
 LEAST_LATER = 3
+APART = 0.5
+"""Share by which a sample that is out of line differs from all others."""
 BUSY = 90.0
 AT_LIMIT = (0.95, 1.1)
 """Share of its power limit that a GPU at full work draws; readings overshoot a little."""
@@ -72,39 +74,70 @@ def probe_outlived(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.probe.outlived", max(probes, key=canonical), placed=False)]
 
 
-def warm_up(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """A complaint about the first epoch or step, after which all were alike and fast."""
+def slow_for_once(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A complaint about one epoch or step, after which all were alike and fast: the first one, or one among others."""
     complaints = of(events, "fact.slow_complaint")
     if not complaints or _failed(events, catalog, "slow."):
         return []
     for series in of(events, "pace.series")[:MOST]:
-        seconds, numbers = _numbers(series, "seconds"), _numbers(series, "numbers")
-        if not _slow_first(seconds, numbers) or not all(_of_first(c, series) for c in complaints):
+        at = _odd_one(_numbers(series, "seconds"))
+        lines, numbers = _numbers(series, "lines"), _numbers(series, "numbers")
+        if at is None or len(lines) != len(numbers) or len(lines) < at + 3 or numbers != sorted(numbers):
             continue
-        share = series.attrs.get("data_share")
-        if series.attrs.get("compiles") is True:
-            signature = "derived.warm_up.compile"
-        elif (isinstance(share, float) and share > 0.5) or of(events, "fact.file_cache"):
-            signature = "derived.warm_up.data"
-        else:
-            signature = "derived.warm_up"
+        # A complaint is of the odd one where it stands before the second one after it.
+        within = all(c.evidence.path == series.evidence.path for c in complaints)
+        if not within or not all(lines[at] <= (c.evidence.line or 0) < lines[at + 2] for c in complaints):
+            continue
+        began = numbers[0] <= 1 or bool(of(events, "ckpt.resumed"))
+        if at == 0 and not began:
+            continue
+        signature = "derived.slow_once" if at else _warm_up(series, events)
         return [derive(catalog, signature, series, attrs={"unit": series.attrs.get("unit")}, placed=False)]
     return []
 
 
-def _slow_first(seconds: Sequence[float], numbers: Sequence[float]) -> bool:
-    later = seconds[1:]
-    if len(later) < LEAST_LATER or len(numbers) != len(seconds) or numbers[0] > 1 or list(numbers) != sorted(numbers):
-        return False
-    usual = statistics.median(later)
-    return usual > 0 and seconds[0] >= SLOW_FIRST * usual and max(later) <= ALIKE * usual
+def _warm_up(series: Event, events: Sequence[Event]) -> str:
+    share = series.attrs.get("data_share")
+    if series.attrs.get("compiles") is True:
+        return "derived.warm_up.compile"
+    of_data = (isinstance(share, float) and share > 0.5) or bool(of(events, "fact.file_cache"))
+    return "derived.warm_up.data" if of_data else "derived.warm_up"
 
 
-def _of_first(complaint: Event, series: Event) -> bool:
-    """Whether a complaint was made before the third of them ended: later it is about something else."""
-    lines = series.attrs.get("lines")
-    last = lines[2] if isinstance(lines, list) and len(lines) > 2 and isinstance(lines[2], int) else -1
-    return complaint.evidence.path == series.evidence.path and (complaint.evidence.line or 0) < last
+def _odd_one(values: Sequence[float]) -> int | None:
+    """The place of the only value far above all others, which are alike and some of which come after it."""
+    if len(values) < LEAST_LATER + 1:
+        return None
+    at = max(range(len(values)), key=lambda i: values[i])
+    rest = [v for i, v in enumerate(values) if i != at]
+    usual = statistics.median(rest)
+    odd = usual > 0 and values[at] >= SLOW_FIRST * usual and max(rest) <= ALIKE * usual
+    return at if odd and len(values) - 1 - at >= LEAST_LATER else None
+
+
+def single_sample(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """An alarm for a level that one sample alone had, between others that are alike."""
+    alarms, series = of(events, "fact.level_alarm"), of(events, "fact.sample_series")
+    if not alarms or not series or _failed(events, catalog):
+        return []
+    values = {number(a.attrs.get("value")) for a in alarms}
+    for one in series[:MOST]:
+        points = [float(p) for p in re.findall(r"\d{1,9}(?:\.\d{1,3})?", str(one.attrs.get("series") or ""))]
+        at = _apart(points)
+        if at is not None and values == {int(points[at])}:
+            return [derive(catalog, "derived.alarm.single_sample", max((*alarms, one), key=canonical), placed=False)]
+    return []
+
+
+def _apart(points: Sequence[float]) -> int | None:
+    """The place of the only sample out of line, above or below, with samples on both sides; the others within a tenth."""
+    if len(points) < STILL_SAMPLES:
+        return None
+    usual = statistics.median(points)
+    far = [i for i, p in enumerate(points) if abs(p - usual) > APART * usual]
+    others = [p for i, p in enumerate(points) if i not in far]
+    alike = usual > 0 and all(abs(p - usual) <= 0.1 * usual for p in others)
+    return far[0] if len(far) == 1 and alike and 0 < far[0] <= len(points) - 1 - LEAST_LATER else None
 
 
 def _numbers(event: Event, name: str) -> list[float]:
@@ -239,7 +272,8 @@ def _rank_of(stack: Event) -> int | None:
 OUTSIDE_RULES = (
     tool_alone,
     probe_outlived,
-    warm_up,
+    slow_for_once,
+    single_sample,
     all_at_limit,
     settled,
     reading_stuck,

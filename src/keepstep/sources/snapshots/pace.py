@@ -65,7 +65,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
         "unit": unit,
         "numbers": [p.number for p in points],
         "seconds": [p.seconds for p in points],
-        "lines": [p.line.number for p in points[:3]],
+        "lines": [p.line.number for p in points],
         "data_share": None if points[0].data is None else points[0].data / (points[0].seconds or 1.0),
         "compiles": _COMPILES.search(points[0].line.text) is not None,
     }
