@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.sources.joblog.tools import looks_on
-from tests.attribution.jobtexts import conclusions, lines, verdict_of
+from tests.attribution.jobtexts import conclusions, lines, signatures_of, verdict_of
 
 RAISED = lines(
     "Traceback (most recent call last):",
@@ -75,16 +75,34 @@ def test_a_tool_that_fails_takes_back_nothing_of_what_the_job_said() -> None:
     assert verdict.action == "ask_human"
 
 
+EXPORTER = RAISED.replace("/opt/tools/fr_trace.py", "/opt/gpu-exporter/exporter.py")
+IN_USE = EXPORTER.replace("KeyError: 'entries'", "OSError: [Errno 98] Address already in use")
+
+
+@pytest.mark.parametrize(
+    ("title", "of_tool"),
+    [
+        ("$ journalctl -u gpu-exporter", True),
+        ("$ kubectl logs dcgm-exporter-x2", True),
+        ("$ kubectl logs trainer-0", False),
+        ("==> rank0.log <==", False),
+    ],
+)
+def test_what_a_monitor_wrote_into_its_own_log_is_the_monitors(title: str, of_tool: bool) -> None:
+    seen = signatures_of(lines(title, IN_USE))
+    assert ("python.tool_exception" in seen) is of_tool
+    assert ("torch.port_in_use" in seen) is not of_tool
+    assert verdict_of(lines(title, EXPORTER)).no_current_fault is of_tool
+
+
+def test_a_device_that_is_named_in_a_tools_traceback_is_seen() -> None:
+    lost = RAISED.replace("KeyError: 'entries'", "pynvml.NVMLError_GpuIsLost: GPU is lost")
+    assert not verdict_of(lines("$ nvitop -1", lost)).no_current_fault
+
+
 def test_a_hang_that_is_told_is_not_talked_away_by_a_tool_that_fails() -> None:
     verdict = verdict_of(lines("# job hangs since 03:10", "$ torchfrtrace --prefix x_ /tmp/fr", RAISED))
     assert (verdict.action, verdict.no_current_fault) == ("ask_human", False)
-
-
-def test_what_a_tool_tells_of_a_device_counts() -> None:
-    told = RAISED.replace(
-        "KeyError: 'entries'", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    )
-    assert not verdict_of(lines("$ nvitop -1", told)).no_current_fault
 
 
 PROBE = "W 07-17 22:41:06 backend_utils.py:2731] Cluster is abnormal because ray cluster is unhealthy (None). Transitioned to INIT."

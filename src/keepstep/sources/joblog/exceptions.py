@@ -55,12 +55,13 @@ class Frame(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """One exception of a chain. `begun`: its first line."""
+    """One exception of a chain. `begun`, `ended`: its first and last line."""
 
     type: str
     message: str
     frames: tuple[Frame, ...]
     begun: Line
+    ended: Line
 
 
 def read_exceptions(document: Document, catalog: Catalog) -> Iterator[Event]:
@@ -161,7 +162,7 @@ def _inside(writer: _Writer, now: _Reading, line: Line) -> Iterator[tuple[list[R
         return
     if writer.chain and not writer.linked:
         yield from _flush(writer)
-    writer.chain.append(Raised(last["type"], (last["message"] or "").strip(), tuple(now.frames), now.begun))
+    writer.chain.append(Raised(last["type"], (last["message"] or "").strip(), tuple(now.frames), now.begun, line))
     writer.quiet = 0
 
 
@@ -185,7 +186,7 @@ def _between(writer: _Writer, line: Line) -> Iterator[tuple[list[Raised], bool]]
         match = _BARE.match(_without_bars(text)[:4000])
         if match is not None:
             yield from _flush(writer)
-            yield [Raised(match["type"], match["message"].strip(), (), line)], False
+            yield [Raised(match["type"], match["message"].strip(), (), line, line)], False
 
 
 def _flush(writer: _Writer) -> Iterator[tuple[list[Raised], bool]]:
@@ -234,7 +235,7 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
     inner = frames[-1] if frames else None
     deepest = next((f for f in reversed(frames) if not communicates(f.path)), inner)
     shown = own or deepest
-    attrs = {
+    attrs: dict[str, object] = {
         "type": principal.type.rpartition(".")[2],
         "message": principal.message,
         "frame": str(shown) if shown is not None else "",
@@ -244,6 +245,8 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
         "raised_as": chain[-1].type.rpartition(".")[2] if len(chain) > 1 else None,
         "rank": principal.begun.rank,
     }
+    if signature == TOOL:
+        attrs["until"] = chain[-1].ended.number
     text = f"{principal.type}: {principal.message}".removesuffix(": ")
     if shown is not None:
         text += f" (in {shown})"

@@ -28,6 +28,11 @@ _RUNS = frozenset({"agent", "launch", "run", "exec", "record", "profile", "job",
 """First words after a tool's name with which it starts a program of its own."""
 _READ = re.compile(r"[\w./@%+-]{1,300}\.(?:log|out|err|trace|pkl|pickle)(?:\.\d+|\.gz)?$")
 """A script that is given a log or a dump reads it."""
+_SERVICE = re.compile(
+    r"\b(?:journalctl\b.{0,60}?(?:-u|--unit)[ =]?|systemctl status |(?:docker|podman|kubectl|oc|crictl) logs (?:-\S+ )*)"
+    r"(?P<name>[\w./@:-]+)"
+)
+"""A command that shows the log of a service, with its name."""
 _INSIDE = {
     "kubectl": "exec",
     "oc": "exec",
@@ -42,11 +47,25 @@ _INSIDE = {
 
 def raised_by_tool(title: str, paths: Sequence[str]) -> bool:
     """Whether a traceback under a command is that of the command itself: it began in a file of it. `paths`: files of its frames."""
-    return looks_on(title) and any(_TOOL.search(path) or _stem(title) in path for path in paths[:1])
+    if not paths:
+        return False
+    if (service := _SERVICE.search(title[:LONGEST])) is not None:
+        return _of_monitor(service["name"]) and _TOOL.search(paths[0]) is not None
+    if not looks_on(title):
+        return False
+    stem, first = _stem(title), paths[0]
+    own = first.rpartition("/")[2].removesuffix(".py") == stem or f"/{stem}/" in first
+    return own or _TOOL.search(first) is not None
+
+
+def _of_monitor(name: str) -> bool:
+    return _TOOL.search(name) is not None and _JOB.search(name) is None
 
 
 def looks_on(title: str) -> bool:
     """Whether the title of a document is a command that only looks."""
+    if (service := _SERVICE.search(title[:LONGEST])) is not None:
+        return _of_monitor(service["name"])
     words = _command(title)
     if not words:
         return False
@@ -61,9 +80,8 @@ def _command(title: str) -> list[str]:
 
 
 def _stem(title: str) -> str:
-    """The name of the program as its files have it; a text that is in no path where there is none."""
-    words = _command(title)
-    return words[0].rpartition("/")[2].removesuffix(".py") if words else "\0"
+    """The name of the program as its files have it."""
+    return _command(title)[0].rpartition("/")[2].removesuffix(".py")
 
 
 def _reads(arguments: Sequence[str]) -> bool:
