@@ -90,6 +90,7 @@ def test_forms(raw: str, text: str, said: dict[str, Any]) -> None:
         "ERROR:    2031-03-17 13:40:58,123 uvicorn boom",
         "[ERROR] 2031-03-17 13:40:58 boom",
         "(EngineCore_0 pid=331) WARNING 2031-03-17 13:40:58 [core.py:712] boom",
+        "W 2031-03-17 13:40:58 backend_utils.py:2731] boom",
         'time="2031-03-17 13:40:58" level=error msg=boom',
         "level=error ts=2031-03-17 13:40:58 msg=boom",
         "2031-03-17 13:40:58.000 | ERROR    | main:12 - boom",
@@ -102,6 +103,12 @@ def test_where_a_time_stands(text: str) -> None:
     stamp = strip(text).said.stamp
     assert stamp is not None and stamp.kind == "local"
     assert rfc3339(stamp.ns).startswith("2031-03-17T13:40:58")
+
+
+def test_a_level_of_one_letter_stands_before_a_day() -> None:
+    stamp = strip("W 07-17 22:41:06 backend_utils.py:2731] boom").said.stamp
+    assert stamp is not None and stamp.kind == "yearless"
+    assert strip("W 07 lines").said.stamp is None
 
 
 class TestHabits:

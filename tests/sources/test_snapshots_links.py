@@ -212,3 +212,18 @@ def test_ncclras_says_which_ranks_are_missing_dead_or_behind() -> None:
     assert {e.signature for e in events} == {"ncclras.missing", "ncclras.dead", "ncclras.mismatch"}
     assert [e.node for e in of(events, "ncclras.dead") if e.node] == ["gx-7"]
     assert [e.attrs["about_rank"] for e in of(events, "ncclras.mismatch") if "about_rank" in e.attrs] == [12]
+
+
+@pytest.mark.parametrize("dead", [(1,), (0, 1, 2)])
+def test_a_gpu_without_any_active_link_is_told_from_a_machine_without(dead: tuple[int, ...]) -> None:
+    text = "\n".join(
+        f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-aa0{i})\n"
+        + (
+            "NVML: Unable to retrieve NVLink information as all links are inActive"
+            if i in dead
+            else "\t Link 0: 26.562 GB/s"
+        )
+        for i in range(3)
+    )
+    found = [(e.signature, None if e.gpu is None else e.gpu.index) for e in parsed(nvlink.parse, text)]
+    assert found == ([("nvlink.gpu_isolated", 1)] if len(dead) == 1 else [("nvlink.all_inactive", 0)])

@@ -20,6 +20,7 @@ from keepstep.sources.documents import Document, Line, Origin, split
 from keepstep.sources.facts import Facts, facts_of
 from keepstep.sources.folders import Found, Skipped
 from keepstep.sources.joblog.blocks import block_events
+from keepstep.sources.joblog.exceptions import TOOL
 from keepstep.sources.monitors.ledgers import ledger_events
 from keepstep.sources.monitors.lines import monitor_events
 from keepstep.sources.names import of_path
@@ -187,7 +188,8 @@ def read_documents(whole: Gathered, documents: Sequence[Document], chosen: bool 
             # Other texts that it quotes lie beside it.
             events = parsed
         whole.events += events
-        if chosen and read_as != OWN_RECORD:
+        # The words of a tool's own traceback are about the tool.
+        if chosen and read_as != OWN_RECORD and all(e.signature != TOOL for e in parsed):
             _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))

@@ -20,6 +20,7 @@ from keepstep.sources.snapshots import (
     machine,
     ncclras,
     nvlink,
+    pace,
     port_counters,
     ports,
     prometheus,
@@ -47,5 +48,6 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("bandwidth test", bandwidth.parse),
     ("scheduler records", scheduler_records),
     ("table", tables.parse),
+    ("pace", pace.parse),
 )
 """Name and function."""

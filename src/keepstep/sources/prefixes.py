@@ -139,6 +139,7 @@ _NCCL = re.compile(rf"(?P<host>{_HOST}):\d+:\d+ \[(?P<dev>-?\d{{1,3}})\] ")
 _GLOG_BRACKET = re.compile(r"\[[IWEF](?=\d{3,4} \d\d:)")
 _LEVEL_DATE = re.compile(
     r"(?:\([^()]{1,80}\) )?\[?(?:TRACE|DEBUG|INFO|NOTICE|WARN(?:ING)?|ERROR|CRITICAL|FATAL|SEVERE)\]?[: ]\s{0,8}\[?(?=\d\d)"
+    r"|[DIWEFC] (?=\d\d-\d\d \d\d:|\d{4}-\d\d-\d\d )"
 )
 _KEY_TIME = re.compile(r"\b(?:time|ts|t|timestamp)=\"?(?=\d{4}-|\d{10})")
 _PHRASE_TIME = re.compile(r"CANCELLED AT (?=\d{4}-)|^ *time *: (?=\d{4}-)")

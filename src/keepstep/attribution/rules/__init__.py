@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.descriptions import DESCRIPTION_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
 from keepstep.attribution.rules.monitors import latched
+from keepstep.attribution.rules.outside import OUTSIDE_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
@@ -45,6 +47,8 @@ RULES: tuple[Rule, ...] = (
     *AFTERMATH_RULES,
     latched,
     *MACHINE_RELATION_RULES,
+    *OUTSIDE_RULES,
+    *DESCRIPTION_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over)

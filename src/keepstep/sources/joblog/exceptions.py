@@ -16,10 +16,13 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.joblog.making import event_at
+from keepstep.sources.joblog.tools import looks_on, raised_by_tool
 
 MAX_EVENTS = 2000
 """Tracebacks of one document; what thousands of ranks say alike adds nothing."""
 MAX_FRAMES = 400
+HEADLESS_LINES = 6
+"""Lines before an exception in which its frames are looked for, where no traceback began."""
 MAX_BLOCK_LINES = 4000
 """Lines of one traceback. A longer one is given up: it is no traceback."""
 
@@ -52,12 +55,13 @@ class Frame(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """One exception of a chain. `begun`: its first line."""
+    """One exception of a chain. `begun`, `ended`: its first and last line."""
 
     type: str
     message: str
     frames: tuple[Frame, ...]
     begun: Line
+    ended: Line
 
 
 def read_exceptions(document: Document, catalog: Catalog) -> Iterator[Event]:
@@ -158,7 +162,7 @@ def _inside(writer: _Writer, now: _Reading, line: Line) -> Iterator[tuple[list[R
         return
     if writer.chain and not writer.linked:
         yield from _flush(writer)
-    writer.chain.append(Raised(last["type"], (last["message"] or "").strip(), tuple(now.frames), now.begun))
+    writer.chain.append(Raised(last["type"], (last["message"] or "").strip(), tuple(now.frames), now.begun, line))
     writer.quiet = 0
 
 
@@ -182,7 +186,7 @@ def _between(writer: _Writer, line: Line) -> Iterator[tuple[list[Raised], bool]]
         match = _BARE.match(_without_bars(text)[:4000])
         if match is not None:
             yield from _flush(writer)
-            yield [Raised(match["type"], match["message"].strip(), (), line)], False
+            yield [Raised(match["type"], match["message"].strip(), (), line, line)], False
 
 
 def _flush(writer: _Writer) -> Iterator[tuple[list[Raised], bool]]:
@@ -205,6 +209,14 @@ def _looks_raised(name: str) -> bool:
     return last.endswith(("Error", "Exception", "Interrupt", "Exit", "Warning", "Timeout", "NotFound", "Iteration"))
 
 
+TOOL = "python.tool_exception"
+OF_PROGRAM = frozenset(
+    {"python.exception", "python.library_exception", "python.user_exception", "python.user_runtime_error"}
+    | {"python.import_failed", "python.file_missing"}
+)
+"""What an exception says of whoever raised it, and of nothing else: a tool's own says nothing of the job. What a tool tells of a
+device or of the network it tells of that."""
+
 _WORTH = {"python.exception": 0, "python.peer_lost": 0, "python.interrupted": 0}
 
 
@@ -216,11 +228,14 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
     if _WORTH.get(signature, 1) == 0:
         principal, signature = next((j for j in judged if _WORTH.get(j[1], 1)), (principal, signature))
     frames = principal.frames
+    if signature in OF_PROGRAM and TOOL in catalog and looks_on(document.title):
+        paths = [f.path for f in frames] or _paths_before(principal.begun, document)
+        signature = TOOL if raised_by_tool(document.title, paths) else signature
     own = next((f for f in reversed(frames) if whose(f.path) == "user"), None)
     inner = frames[-1] if frames else None
     deepest = next((f for f in reversed(frames) if not communicates(f.path)), inner)
     shown = own or deepest
-    attrs = {
+    attrs: dict[str, object] = {
         "type": principal.type.rpartition(".")[2],
         "message": principal.message,
         "frame": str(shown) if shown is not None else "",
@@ -230,10 +245,18 @@ def _event(found: tuple[list[Raised], bool], document: Document, catalog: Catalo
         "raised_as": chain[-1].type.rpartition(".")[2] if len(chain) > 1 else None,
         "rank": principal.begun.rank,
     }
+    if signature == TOOL:
+        attrs["until"] = chain[-1].ended.number
     text = f"{principal.type}: {principal.message}".removesuffix(": ")
     if shown is not None:
         text += f" (in {shown})"
     return event_at(signature, principal.begun, document, catalog, attrs, text=text)
+
+
+def _paths_before(line: Line, document: Document) -> list[str]:
+    """Files of frames right before an exception whose traceback was shown without its head."""
+    near = [one.text for one in document.lines if line.number - HEADLESS_LINES <= one.number < line.number]
+    return [match["path"] for match in map(_FRAME.match, near) if match is not None]
 
 
 def _signature(raised: Raised) -> str:

@@ -35,6 +35,9 @@ _ERRORS = {
 _ROW = re.compile(
     r"\s*GPU(?P<index>\d{1,3})\s+(?P<cells>(?:(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX|OK|NS|CNS|DR|N/A)\s+)*(?:X|NV\d+|SYS|NODE|PHB|PXB|PIX))\b"
 )
+_NONE_ACTIVE = re.compile(r"(?i)all links are in-?active")
+ALL = -1
+"""In place of the number of a link: the tool says it of all links of a GPU in one line."""
 
 
 class Link(NamedTuple):
@@ -69,6 +72,9 @@ def read(document: Document) -> tuple[list[Link], list[Total]]:
             sample, elapsed, seen = sample + 1, elapsed + later, set()
         if (head := _GPU.match(line.text)) is not None:
             gpu = gpu_named(index=int(head["index"]), uuid=head["uuid"])
+            continue
+        if _NONE_ACTIVE.search(line.text) is not None:
+            links.append(Link(gpu, ALL, None, line))
             continue
         match = _LINK.match(line.text)
         if match is None:
@@ -107,6 +113,8 @@ def _link_events(links: list[Link], document: Document, catalog: Catalog) -> lis
         if dead and len(dead) == len(own) and all(not link.gbps for link in links):
             # No link of any GPU is active: boards without NVLink, or all of it is down; the rest of the text has to say which.
             signature = "nvlink.all_inactive"
+        elif len(dead) == len(own) and (dead[0].link == ALL or len(own) > 1):
+            signature = "nvlink.gpu_isolated"
         elif dead or slow:
             signature = "nvlink.inactive"
         else:
