@@ -81,7 +81,7 @@ class TestHealthy:
 def test_numbers_of_ordinary_lines_say_nothing(matcher: Matcher) -> None:
     texts = [data_text("ordinary.log"), *(path.read_text() for path in HEALTHY)]
     lines = [line for text in texts for line in text.splitlines()]
-    blamed = set()
+    blamed: set[tuple[str, str]] = set()
     for number in TELLING:
         changed = [
             line[: m.start()] + str(number) + line[m.end() :]

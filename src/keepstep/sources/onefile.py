@@ -182,6 +182,7 @@ def read_documents(whole: Gathered, documents: Sequence[Document], chosen: bool 
         read_as, parsed = _parsed(document, whole.catalog)
         told = {(e.evidence.line, e.signature) for e in parsed}
         lines = [e for e in found.events() if (e.evidence.line, e.signature) not in told]
+        lines = _not_of_tools(lines, parsed, whole.catalog)
         seen = completed([*monitors.events, *ledger_events(document, whole.catalog)], document)
         events = [*parsed, *lines, *seen, *progress_events(document, whole.catalog)]
         if read_as == OWN_RECORD:
@@ -193,6 +194,19 @@ def read_documents(whole: Gathered, documents: Sequence[Document], chosen: bool 
             _add_words(whole, document, {e.evidence.line for e in events})
         whole.facts.append(facts_of(document, near_ns))
         whole.used.append(Used(document.path, document.title, read_as, len(events), len(document.lines)))
+
+
+def _not_of_tools(lines: list[Event], parsed: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Without what the lines of a tool's own traceback would say of a job. What they say of a device or a machine stays."""
+    parts = [(e.evidence.line or 0, number) for e in parsed if isinstance(number := e.attrs.get("until"), int)]
+    if not parts:
+        return lines
+    return [
+        e
+        for e in lines
+        if catalog[e.signature].scope not in ("job", "rank")
+        or not any(first <= (e.evidence.line or 0) <= last for first, last in parts)
+    ]
 
 
 def _add_words(whole: Gathered, document: Document, known: Collection[int]) -> None:
