@@ -48,6 +48,15 @@ def test_one_sample_is_only_a_hint() -> None:
     assert attribute([event], shipped()).action == "ask_human"
 
 
+def test_who_reports_work_that_peers_do_not_is_no_peer_of_theirs() -> None:
+    # Rank 0 alone evaluates, and prints how long each part of that took under the name that all print once.
+    alone = ranks([0.21, *[1.5, 1.6, 0.7] * 4], [0.21], [0.20], [0.20], [0.21])
+    assert slow(series(alone)) == []
+    # A slow one may well have fewer samples than its peers.
+    late = ranks(GOOD * 4, GOOD * 4, [900.0, 910.0, 905.0, 899.0], GOOD * 4)
+    assert [(e.signature, e.rank) for e in slow(series(late))] == [("derived.straggler.constant", 2)]
+
+
 def test_a_slowest_one_that_changes_has_no_place_and_nobody_is_taken_out() -> None:
     rows = [[600.0] * 8 for _ in range(8)]
     for step in range(8):

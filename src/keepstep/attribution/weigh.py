@@ -66,11 +66,14 @@ def term_of(signature: str, members: Sequence[tuple[int, Seen]], seen: Sequence[
             share, why = shares.later, "the job had stopped before it"
         if share > best:
             best, note, explanation = share, why, by
-    count = sum(one.sightings for _, one in members)
+    entry = members[0][1].entry
+    # A conclusion about several places comes from the same measurements, and a circumstance does not get truer by repeating.
+    once = entry.role == "context" or signature.startswith("derived.")
+    count = 1 if once else sum(one.sightings for _, one in members)
     bonus = 1.0 + (min(shares.repeat_limit, shares.repeat * math.log(count)) if count > 1 else 0.0)
     if bonus > 1.0:
         note = f"{note + ', ' if note else ''}seen {count} times"
-    weights = members[0][1].entry.weights
+    weights = entry.weights
     if signature.endswith("passed"):
         # A check that passes on an idle or repaired node does not prove that the fault was not there.
         weights = {k: w for k, w in weights.items() if not (k in HARDWARE_SIDE and w < 0)}

@@ -36,6 +36,8 @@ SCORE_LIMIT = 0.75
 """NVRx's own limit, for scores of which 1 is as fast as the fastest."""
 WAIT_RATIO = 2.0
 """The one that is waited for waits less than half as long as the others."""
+MORE_SAMPLES = 3
+"""Times the peers' number of samples."""
 DRIFT_RATIO = 1.3
 """All slower than they were by this: something that they share."""
 
@@ -105,7 +107,7 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     if rotates(worst):
         return [derive(catalog, "derived.straggler.rotating", event, attrs={"worst": worst[-20:]}, placed=False)]
     medians = {name: statistics.median(points) for name, points in measured.items()}
-    bad = _bad(kind, medians)
+    bad = [one for one in _bad(kind, medians) if _measured_alike(one.name, measured)]
     if not bad:
         return _drift(event, kind, measured, catalog)
     constant = always(worst)
@@ -122,6 +124,12 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
         }
         found.append(_placed(catalog, signature, event, one.name, attrs))
     return found
+
+
+def _measured_alike(name: str, measured: Mapping[str, Sequence[float]]) -> bool:
+    """Whether one has not far more samples than its peers: then it does, or reports, what they do not, and is no peer of theirs."""
+    others = [len(points) for other, points in measured.items() if other != name]
+    return not others or len(measured[name]) <= MORE_SAMPLES * statistics.median(others)
 
 
 def _bad(kind: str, medians: Mapping[str, float]) -> list[Standing]:
