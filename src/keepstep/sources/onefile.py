@@ -43,8 +43,8 @@ TAIL_BYTES = 1 << 20
 TEXT_LIMIT_BYTES = 64 << 30
 """Of one file, unpacked."""
 WORDS_LIMIT = 4_000
-"""Characters of all texts together up to which their words are looked at: 99 in 100 texts that they were learned from have half of it.
-Over longer ones the words of any log add up to something."""
+"""Characters of all texts together up to which their words are looked at: 99 in 100 texts that they were learned from have half
+of it. The words of longer ones, whatever they are, add up to something."""
 
 
 class Used(NamedTuple):
