@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *SCHEDULER_RULES,
     *RESUME_RULES,
+    *FOLDER_RULES,
     *AFTERMATH_RULES,
     latched,
     *MACHINE_RELATION_RULES,
