@@ -18,11 +18,13 @@ from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
 from keepstep.attribution.rules.monitors import latched
+from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
+from keepstep.attribution.rules.versions import VERSION_RULES
 from keepstep.attribution.rules.xid import degrading, xids
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -47,7 +49,9 @@ RULES: tuple[Rule, ...] = (
     *AFTERMATH_RULES,
     latched,
     *MACHINE_RELATION_RULES,
+    *VERSION_RULES,
+    *NO_PART_RULES,
     common_cause,
 )
-PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over)
+PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)
 """Run first."""
