@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
+from keepstep.attribution.rules.alone import ALONE_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.endings import ENDING_RULES
 from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
-from keepstep.attribution.rules.monitors import latched
+from keepstep.attribution.rules.monitors import came_up, latched
 from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
@@ -37,6 +39,7 @@ PastRule = Callable[[Sequence[Event], Sequence[Event], Catalog], list[Event]]
 RULES: tuple[Rule, ...] = (
     late_ranks,
     *JOB_RULES,
+    *ALONE_RULES,
     *RELATION_RULES,
     gpu_levels,
     links,
@@ -47,6 +50,8 @@ RULES: tuple[Rule, ...] = (
     *RESUME_RULES,
     *FOLDER_RULES,
     *AFTERMATH_RULES,
+    *ENDING_RULES,
+    came_up,
     latched,
     *MACHINE_RELATION_RULES,
     *VERSION_RULES,

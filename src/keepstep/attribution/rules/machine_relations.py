@@ -308,6 +308,8 @@ def _follows_node(event: Event, runs: Sequence[list[Any]], events: Sequence[Even
     failed: dict[str, set[str]] = defaultdict(set)
     passed: set[str] = set()
     bad = 0
+    if of(events, "slurm.job_node_fail"):
+        return []  # the scheduler's own word for it has a rule of its own
     for job, machines, good, code in runs:
         names = [str(m) for m in machines]
         bad += not good and not code

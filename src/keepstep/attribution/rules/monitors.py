@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from keepstep.attribution.order import compare
@@ -33,6 +34,23 @@ def latched(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     # Placed where the last of it was said: a record that goes on is cleared with what it quotes.
     newest = max((*health, *(e for e in held if e.signature in LATCHED)), key=lambda e: (e.time_ns or 0, e.order))
     return [derive(catalog, "derived.monitor.latched", newest)]
+
+
+OF_MONITOR = re.compile(r"(?i)dcgm|exporter|health-?monitor|gpud|node-problem|\bnpd\b|device-plugin")
+CAME_UP = ("monitor.ok", "monitor.healthy")
+
+
+def came_up(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A monitor that failed to start until what it asks was there, and then looked: nothing of the job, and over."""
+    loops = [e for e in events if e.signature == "k8s.crash_loop"]
+    first = [e for e in events if e.signature == "monitor.cannot_look"]
+    good = [e for e in events if e.signature in CAME_UP]
+    if not first or not good or not all(OF_MONITOR.search(e.evidence.text) for e in loops):
+        return []
+    last = max(good, key=lambda e: (e.time_ns or 0, e.order))
+    if any(compare(e, last) != "before" for e in (*loops, *first)):
+        return []
+    return [derive(catalog, "derived.monitor.came_up", last, placed=False)]
 
 
 def _outlived(event: Event, health: Sequence[Event]) -> bool:
