@@ -32,14 +32,15 @@ def closed_by_leaver(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A rendezvous that was closed after one agent had been asked to leave, in a job that may go on with fewer nodes."""
     closed, left = of(events, "elastic.rendezvous_closed")[:MOST], of(events, *LEFT)[:MOST]
     allowed = _range(events)
-    if not closed or not left or allowed is None or allowed[0] >= allowed[1]:
+    # What was taken away is the platform's doing, whatever the launcher makes of it.
+    if not closed or not left or allowed is None or allowed[0] >= allowed[1] or of(events, *TAKEN):
         return []
     # Who was told to leave says so itself; whoever finds it closed afterwards is another.
     first = min(left, key=canonical)
     other = next((c for c in closed if not _same_writer(first, c) and compare(first, c) != "after"), None)
     if other is None:
         return []
-    explains = sorted({e.signature for e in events if e.signature in (*LEFT, *TAKEN)} | {"elastic.rendezvous_closed"})
+    explains = [*LEFT, "elastic.rendezvous_closed"]
     attrs = {"least": allowed[0], "most": allowed[1]}
     conclusion = "derived.rendezvous_closed_by_leaver"
     return [derive(catalog, conclusion, first, attrs=attrs, explains=explains, placed=False)]
