@@ -12,7 +12,12 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 STUCK = ("xla.rendezvous_stuck", "jax.barrier_timeout")
-PARTED = ("derived.collective_mismatch", "derived.size_mismatch", "derived.sequence_desync_likely", "derived.absent_rank")
+PARTED = (
+    "derived.collective_mismatch",
+    "derived.size_mismatch",
+    "derived.sequence_desync_likely",
+    "derived.absent_rank",
+)
 MOST = 256
 """Cache look-ups of one kind that are compared."""
 
@@ -44,7 +49,9 @@ def cache_split(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         if other is None or any(m.attrs.get("key") == key and _who(m) == _who(hit) for m in misses):
             continue
         explains = sorted({e.signature for e in of(events, *PARTED, *STUCK)})
-        return [derive(catalog, "derived.compile_cache_split", hit, attrs={"key": key}, explains=explains, placed=False)]
+        return [
+            derive(catalog, "derived.compile_cache_split", hit, attrs={"key": key}, explains=explains, placed=False)
+        ]
     return []
 
 

@@ -18,7 +18,14 @@ LEFT = ("exit.stopped_from_outside", "exit.sigterm", "signal.stop_received")
 STOPS = (*LEFT, "sched.taken_away", "cloud.preempted")
 STOP_KINDS = ("sched.preempt", "sched.evict", "sched.cancel", "sched.time_limit")
 TAKEN = ("sched.taken_away", "cloud.preempted", "cloud.maintenance")
-OF_PROCESS = ("cuda.contained", "cuda.illegal_address", "cuda.launch_failure", "cuda.unknown_error", "cuda.other_error", "cuda.nvlink_uncorrectable")
+OF_PROCESS = (
+    "cuda.contained",
+    "cuda.illegal_address",
+    "cuda.launch_failure",
+    "cuda.unknown_error",
+    "cuda.other_error",
+    "cuda.nvlink_uncorrectable",
+)
 """What a process says of its GPU or its peer's, without the driver."""
 OF_DRIVER = ("xid.", "nvrm.", "gpu.ecc", "gpu.lost", "nvlink.", "dcgm.", "derived.xid")
 AFTER_STOP_S = 180.0
@@ -103,5 +110,16 @@ def shm_not_asked(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.shm_not_asked", default[0], explains=explains, placed=False)]
 
 
-ENDING_RULES = (closed_by_leaver, errors_of_stop, port_of_other, shm_not_asked)
+def ended_badly(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A status that is not 0 after the remark of any exit, and nothing that says why: no good end, though nothing is wrong."""
+    status = [e for e in of(events, "ckpt.exit_status") if e.attrs.get("code")]
+    if not status or not of(events, "torch.group_not_destroyed"):
+        return []
+    failing = (catalog[e.signature] for e in events)
+    if any(e.role in ("root", "cascade", "symptom") for e in failing):
+        return []
+    return [derive(catalog, "derived.ended_badly", status[-1], attrs={"code": status[-1].attrs.get("code")})]
+
+
+ENDING_RULES = (closed_by_leaver, errors_of_stop, port_of_other, shm_not_asked, ended_badly)
 """Each: `(events, catalog) -> list[Event]`."""

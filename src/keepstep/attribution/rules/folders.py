@@ -1,4 +1,4 @@
-"""What folders of checkpoints show beside what the job says: temporary names, a tracker that points nowhere, clean-up that stumbles."""
+"""What folders of checkpoints show beside what the job says: temporary names, a tracker that points nowhere, failed clean-up."""
 
 from __future__ import annotations
 
@@ -53,12 +53,8 @@ def _staged(event: Event) -> bool:
 
 
 def _fails(events: Sequence[Event], catalog: Catalog, *but: str) -> bool:
-    for event in events:
-        entry = catalog[event.signature]
-        if entry.role in ("root", "symptom", "cascade") and event.signature not in but:
-            if entry.severity in ("error", "fatal"):
-                return True
-    return False
+    entries = (catalog[e.signature] for e in events if e.signature not in but)
+    return any(e.role in ("root", "symptom", "cascade") and e.severity in ("error", "fatal") for e in entries)
 
 
 def fresh_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:

@@ -151,7 +151,7 @@ def _hot_idle(group: Sequence[Event], catalog: Catalog) -> list[Event]:
     last = {who: own[-1] for who, own in idle.items()}
     usual = sorted(v for v, _ in last.values())[len(last) // 2] if len(last) >= LEAST_PEERS else None
     found = []
-    for who, own in idle.items():
+    for own in idle.values():
         value, sample = own[-1]
         above = usual is not None and value >= IDLE_WARM_C and value - usual >= IDLE_ABOVE_PEERS
         if above or (value >= IDLE_HOT_C and value >= own[0][0] and _seconds(own[0][1], sample) >= IDLE_S):

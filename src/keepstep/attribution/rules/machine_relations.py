@@ -34,7 +34,14 @@ LEAST_HOSTS = 3
 """Machines to which a failure must have followed a job."""
 FAST, SLOW = 0.9, 0.8
 """Shares of the median speed."""
-FABRIC_SIGNS = ("nccl.nvls_failed", "nccl.nvls_warning", "cuda.system_not_ready", "fabricmanager.stopped", "fabricmanager.aborted", "fabricmanager.error")
+FABRIC_SIGNS = (
+    "nccl.nvls_failed",
+    "nccl.nvls_warning",
+    "cuda.system_not_ready",
+    "fabricmanager.stopped",
+    "fabricmanager.aborted",
+    "fabricmanager.error",
+)
 """What fails where the fabric manager of a machine did not do its part."""
 APPLICATION = frozenset({"13", "31", "43"})
 AT_LIMIT = 0.95

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from keepstep.attribution.current import of_another_condition
 from keepstep.attribution.order import compare
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
@@ -56,6 +57,7 @@ def came_up(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def _outlived(event: Event, health: Sequence[Event]) -> bool:
     """Whether a sign of health of the same machine is there: a later one, or any for a state without a time."""
     near = [h for h in health if h.node is None or event.node is None or h.node == event.node]
+    near = [h for h in near if not of_another_condition(h, event)]
     if event.signature in LATCHED:
         return bool(near)
     return any(compare(event, h) != "after" for h in near)

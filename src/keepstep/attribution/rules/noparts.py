@@ -12,7 +12,13 @@ from keepstep.records.event import Event
 
 NVLINK_CLAIMS = ("dcgm.health_nvlink", "nvlink.check_down", "nvlink.all_inactive")
 FABRIC_CLAIMS = ("fabricmanager.stopped", "fabricmanager.aborted", "fabricmanager.error")
-FACTS = ("gpu.product_without_nvlink", "gpu.product_bridged", "nvlink.not_fitted", "nvlink.none_active", "nvswitch.none")
+FACTS = (
+    "gpu.product_without_nvlink",
+    "gpu.product_bridged",
+    "nvlink.not_fitted",
+    "nvlink.none_active",
+    "nvswitch.none",
+)
 NOT_OWN = ("condition.", "monitor.", "k8s.node_", "check.", "fact.")
 """Beginnings of signatures of what others hold against a machine: never a reason to believe them."""
 FAILING_ROLES = ("root", "cascade", "symptom")
@@ -26,7 +32,11 @@ def no_such_part(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     claims, part = of(events, *NVLINK_CLAIMS, *FABRIC_CLAIMS), _missing_part(events)
     if not claims or part is None or any(_speaks(e, catalog) for e in events if e not in claims):
         return []
-    last = max((*claims, *of(events, *FACTS)), key=lambda e: (e.evidence.line or 0, canonical(e)))
+    facts = of(events, *FACTS)
+    named, blamed = {e.node for e in facts if e.node}, {e.node for e in claims if e.node}
+    if named and not blamed <= named:
+        return []  # what is known of one machine says nothing about another
+    last = max((*claims, *facts), key=lambda e: (e.evidence.line or 0, canonical(e)))
     return [derive(catalog, "derived.alarm.no_such_part", last, attrs={"part": part}, placed=False)]
 
 

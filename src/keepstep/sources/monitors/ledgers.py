@@ -26,7 +26,9 @@ _JOB = frozenset({"job", "jobid", "job_id", "jobname", "job_name", "run"})
 _RESULT = frozenset({"result", "state", "status", "error", "outcome", "xid", "exit", "reason"})
 _RAN = frozenset({"jobs", "runs", "total", "attempts"})
 _FAILED = frozenset({"failed", "failures", "fail", "errors"})
-_VERSION = re.compile(r"(?:[a-z]+_)?(?:driver|kernel|firmware|fw|version|image|release|nccl|cuda|build)(?:_?version)?\Z")
+_VERSION = re.compile(
+    r"(?:[a-z]+_)?(?:driver|kernel|firmware|fw|version|image|release|nccl|cuda|build)(?:_?version)?\Z"
+)
 _MACHINES = re.compile(r"(?:nodes?|hosts?|machines?|servers?|instances?|total)(?:_total)?\Z")
 _AFFECTED = re.compile(
     r"(?:(?:nodes?|hosts?|machines?|servers?)_(?:with|having|showing)_\w+|(?:nodes?_|hosts?_)?(?:affected|failing|failed|unhealthy|bad|hit)|with_\w+)\Z"
@@ -47,7 +49,12 @@ _DEVICE = re.compile(r"(?i)infiniband|\bib_?|mlx5|rdma|issm|umad|uverbs|\bnic\b|
 def ledger_events(document: Document, catalog: Catalog) -> list[Event]:
     """The tables of a document, one event each; [] for nearly every document."""
     lines = list(lines_of(document))[: HEADER_LINES + ROWS_LIMIT]
-    return [*_runs(lines, document, catalog), *_versions(lines, document, catalog), *_pairs(lines, document, catalog), *_counts(lines, document, catalog)]
+    return [
+        *_runs(lines, document, catalog),
+        *_versions(lines, document, catalog),
+        *_pairs(lines, document, catalog),
+        *_counts(lines, document, catalog),
+    ]
 
 
 def _cells(text: str, header: str | None = None) -> list[str]:
@@ -108,7 +115,8 @@ def _counted(rows: Sequence[Line], where: int, ran: int, failed: int, header: st
         cells = _cells(row.raw, header)
         if len(cells) <= max(where, ran, failed):
             continue
-        if cells[ran].isdigit() and cells[failed].isdigit() and len(cells[ran] + cells[failed]) < 18:
+        both = cells[ran] + cells[failed]
+        if both.isascii() and cells[ran].isdigit() and cells[failed].isdigit() and len(both) < 18:
             found.append([cells[where], int(cells[ran]), int(cells[failed])])
     return found
 
