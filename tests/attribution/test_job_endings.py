@@ -174,3 +174,36 @@ def test_a_compile_cache_that_only_some_ranks_have_parts_them(looks: tuple[str, 
 
 def test_split_caches_without_anybody_who_waits_are_no_fault() -> None:
     assert "derived.compile_cache_split" not in conclusions(lines(_cache(0, "miss"), _cache(2, "hit")))
+
+
+ABORTED = "terminate called without an active exception"
+COMPLETED = lines("==> sacct -P -j 12 -o JobID,State,ExitCode <==", "JobID|State|ExitCode", "12|COMPLETED|0:0")
+ENDED = "[rank0]: training done, total 3 h 12 min"
+
+
+def test_errors_between_finished_work_and_a_good_status_are_of_taking_down() -> None:
+    verdict = verdict_of(lines(ENDED, ABORTED, COMPLETED))
+    assert (verdict.fault_class, verdict.action, verdict.no_current_fault) == ("framework", "none", True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lines(ABORTED, ENDED, COMPLETED),
+        lines(ENDED, ABORTED, COMPLETED.replace("COMPLETED|0:0", "FAILED|134:0")),
+        lines(ENDED, ABORTED),
+        lines(ABORTED, COMPLETED),
+        lines(ENDED, "OSError: [Errno 28] No space left on device: '/out/final.pt'", COMPLETED),
+        lines(ENDED, ABORTED, "kernel: NVRM: Xid (PCI:0000:1b:00): 79, pid=0, GPU has fallen off the bus.", COMPLETED),
+    ],
+)
+def test_errors_before_the_end_without_one_or_of_other_things_are_faults(text: str) -> None:
+    assert not verdict_of(text).no_current_fault
+
+
+WELL = "[INFO] [launch.py:351:main] Process 3311 exits successfully."
+
+
+@pytest.mark.parametrize(("late", "calm"), [(STUCK, True), (_waits(1, 2), False)])
+def test_a_process_that_exits_well_excuses_a_stuck_watchdog_and_no_rank_that_waits(late: str, calm: bool) -> None:
+    assert verdict_of(lines(WELL, late)).no_current_fault is calm

@@ -20,6 +20,7 @@ NOT_YET = frozenset(
         "yr25",  # as y09, of a monitor that came up late
         "yr26",  # a condition alone asks a person, whatever code of DCGM it quotes
         "yr28",  # nothing is wrong and nothing says so
+        "yq12",  # as yr26: the reason names the driver, whose part is taken for the hardware
         "yr50",  # the fabric manager and 802 share three classes; a person is asked
     }
 )

@@ -224,3 +224,22 @@ def test_any_table_under_a_header_of_versions_is_read(rows: list[str]) -> None:
     for document in split("f.txt", text):
         for event in ledger_events(document, shipped()):
             assert all(isinstance(n, int) for row in event.attrs.get("versions", []) for n in row[1:])
+
+
+PORT_DOWN = "alert IbPortDown firing node=w-3 port mlx5_2/1 state DOWN phys Disabled"
+SPARE = "inventory: w-3 mlx5_2 is not cabled on this node type (spare port)"
+
+
+@pytest.mark.parametrize(
+    ("text", "calm"),
+    [
+        (lines(PORT_DOWN, SPARE), True),
+        (PORT_DOWN, False),
+        (lines(PORT_DOWN, SPARE.replace("mlx5_2", "mlx5_7")), False),
+        (lines(PORT_DOWN, SPARE, PORT_DOWN.replace("mlx5_2", "mlx5_0")), False),
+        (lines(PORT_DOWN, "w-3 mlx5_2: no cable"), False),
+        (lines(PORT_DOWN, SPARE, FALLEN), False),
+    ],
+)
+def test_a_port_that_is_not_used_on_such_machines_is_down_as_it_should_be(text: str, calm: bool) -> None:
+    assert verdict_of(text).no_current_fault is calm

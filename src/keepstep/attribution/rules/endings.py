@@ -121,5 +121,24 @@ def ended_badly(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.ended_badly", status[-1], attrs={"code": status[-1].attrs.get("code")})]
 
 
-ENDING_RULES = (closed_by_leaver, errors_of_stop, port_of_other, shm_not_asked, ended_badly)
+FINISHED = ("job.finished_rank", "job.train_ended", "job.ended_well")
+PASSING = ("rank.", "collective.", "nccl.", "dataloader.", "job.")
+"""Beginnings of kinds of what a process says of itself and its peers."""
+
+
+def good_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Work that was finished and a status of 0, with errors of processes between: of taking down, however they read."""
+    finished = of(events, *FINISHED)[:MOST]
+    zero = [e for e in of(events, "ckpt.exit_status") if e.attrs.get("code") == 0] or of(events, "slurm.job_completed")
+    if not finished or len(zero) != 1 or of(events, "job.started", "elastic.restarting", "derived.teardown_error"):
+        return []
+    errors = [e for e in events if catalog[e.signature].role in ("root", "cascade", "symptom")]
+    first = max(finished, key=canonical)
+    if not errors or not all(e.kind.startswith(PASSING) and before(first, e) for e in errors):
+        return []
+    attrs = {"after": first.evidence.text[:200]}
+    return [derive(catalog, "derived.teardown_error", min(errors, key=canonical), attrs=attrs)]
+
+
+ENDING_RULES = (closed_by_leaver, errors_of_stop, port_of_other, shm_not_asked, good_end, ended_badly)
 """Each: `(events, catalog) -> list[Event]`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from keepstep.attribution.order import canonical
@@ -21,6 +22,7 @@ FACTS = (
 )
 NOT_OWN = ("condition.", "monitor.", "k8s.node_", "check.", "fact.")
 """Beginnings of signatures of what others hold against a machine: never a reason to believe them."""
+_NIC = re.compile(r"\b(?:mlx5_\d+|ib\d+|eth\d+|en[ps]\w{2,20}|rocep\w{2,20})\b")
 FAILING_ROLES = ("root", "cascade", "symptom")
 
 
@@ -38,6 +40,18 @@ def no_such_part(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []  # what is known of one machine says nothing about another
     last = max((*claims, *facts), key=lambda e: (e.evidence.line or 0, canonical(e)))
     return [derive(catalog, "derived.alarm.no_such_part", last, attrs={"part": part}, placed=False)]
+
+
+def no_such_port(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """Ports that are down, each of which is known not to be used on this type of machine."""
+    down, spare = of(events, "nic.port_down"), {str(e.attrs.get("nic")) for e in of(events, "nic.not_fitted")}
+    if not down or not spare or any(_speaks(e, catalog) for e in events if e not in down):
+        return []
+    names = [e.nic or next((m for m in _NIC.findall(e.evidence.text)), "") for e in down]
+    if not all(name in spare for name in names):
+        return []
+    last = max((*down, *of(events, "nic.not_fitted")), key=lambda e: (e.evidence.line or 0, canonical(e)))
+    return [derive(catalog, "derived.alarm.no_such_part", last, attrs={"part": ", ".join(sorted(spare))}, placed=False)]
 
 
 def _missing_part(events: Sequence[Event]) -> str | None:
@@ -66,5 +80,5 @@ def settled(live: Sequence[Event], past: Sequence[Event], catalog: Catalog) -> l
     return [derive(catalog, "derived.monitor.settled", max(good, key=canonical), placed=False)]
 
 
-NO_PART_RULES = (no_such_part,)
+NO_PART_RULES = (no_such_part, no_such_port)
 """Each: `(events, catalog) -> list[Event]`."""

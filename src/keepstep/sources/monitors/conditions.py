@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keepstep.sources.documents import Line
 
 _CONDITION = re.compile(
-    r"(?:^|[\s\"'`])(?P<name>[A-Z][A-Za-z]{3,60})[=:] ?\"?(?P<status>True|False|Unknown)\b(?P<rest>.{0,600})"
+    r"(?:^|[\s\"'`])(?P<name>[A-Z][A-Za-z]{3,60})(?:[=:] ?\"?|\s+(?=\w+ reason=))(?P<status>True|False|Unknown)\b(?P<rest>.{0,600})"
 )
 _COLUMNS = re.compile(
     r"^\s*(?:\[?[\dT:.Z+-]{5,35}\]?\s+)(?:(?P<name>[A-Z][A-Za-z]{3,60})\s+)?(?P<status>True|False)\s+"
