@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.sources.ckptnames import is_staging
+from keepstep.catalog.ckptnames import is_staging
 from tests.attribution.jobtexts import conclusions, lines, signatures_of, verdict_of
 
 STEPS = lines("[rank0]: step 2310 loss 1.9", "[rank0]: step 2320 loss 1.9")

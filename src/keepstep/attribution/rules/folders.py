@@ -9,10 +9,10 @@ from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.checkpoints import step_of
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import PROGRESS, of
+from keepstep.catalog.ckptnames import is_staging
 from keepstep.catalog.exceptions import whose
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
-from keepstep.sources.ckptnames import is_staging
 
 MOST = 300
 """Facts of one kind that are looked at."""

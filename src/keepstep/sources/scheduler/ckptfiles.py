@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
+from keepstep.catalog.ckptnames import is_staging
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
-from keepstep.sources.ckptnames import is_staging
 from keepstep.sources.documents import Document
 from keepstep.sources.scheduler.making import note
 
