@@ -57,6 +57,7 @@ def test_errors_of_gpus_after_the_stop_are_of_the_stop() -> None:
     "text",
     [
         lines(PEER, PREEMPTED, TOLD),
+        lines("[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", TOLD, PEER),
         lines(PREEMPTED, TOLD, PEER, "kernel: NVRM: Xid (PCI:0000:1b:00): 48, pid=7, DBE (double bit error)"),
         PEER,
     ],
@@ -193,6 +194,9 @@ def test_errors_between_finished_work_and_a_good_status_are_of_taking_down() -> 
         lines(ENDED, ABORTED, COMPLETED.replace("COMPLETED|0:0", "FAILED|134:0")),
         lines(ENDED, ABORTED),
         lines(ABORTED, COMPLETED),
+        lines(
+            ENDED, "Traceback (most recent call last):", '  File "/w/a.py", line 1, in eval', "KeyError: 'x'", COMPLETED
+        ),
         lines(ENDED, "OSError: [Errno 28] No space left on device: '/out/final.pt'", COMPLETED),
         lines(ENDED, ABORTED, "kernel: NVRM: Xid (PCI:0000:1b:00): 79, pid=0, GPU has fallen off the bus.", COMPLETED),
     ],

@@ -33,8 +33,7 @@ FM_FAILED = "systemd[1]: nvidia-fabricmanager.service: Failed with result 'exit-
 @pytest.mark.parametrize(
     "text",
     [
-        lines(DOWN, PCIE, NONE_UP),
-        lines(DOWN, PCIE, "inventory: no NVLink bridge fitted"),
+        lines(DOWN, PCIE, NONE_UP, "inventory: no NVLink bridge fitted"),
         lines(DOWN, L40S),
         lines(NO_SWITCH, FM_FAILED, L40S),
     ],
@@ -49,6 +48,8 @@ def test_what_the_machine_does_not_have_is_not_down(text: str) -> None:
     [
         DOWN,
         lines(DOWN, PCIE),
+        lines(DOWN, PCIE, NONE_UP),
+        lines(DOWN, PCIE, NONE_UP, "NVLink bridge fitted between GPU 0 and GPU 1"),
         lines(DOWN, SXM, NONE_UP),
         lines(DOWN, L40S, SXM),
         lines(DOWN, PCIE, NONE_UP, BROKEN),

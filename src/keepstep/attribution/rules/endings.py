@@ -83,6 +83,9 @@ def errors_of_stop(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     # The launcher stops the others of a rank that failed: then somebody was told to leave, and an error stands before.
     if not all(before(first, e) and within_s(first, e, AFTER_STOP_S) for e in errors[:MOST]):
         return []
+    roots = (e for e in events if catalog[e.signature].role == "root" and e not in stops and e not in errors)
+    if any(before(e, first) for e in roots):
+        return []  # then the launcher may have stopped the others for it
     explains = sorted({e.signature for e in errors})
     return [derive(catalog, "derived.errors_of_stop", first, explains=explains, placed=False)]
 
@@ -133,8 +136,11 @@ def good_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not finished or len(zero) != 1 or of(events, "job.started", "elastic.restarting", "derived.teardown_error"):
         return []
     errors = [e for e in events if catalog[e.signature].role in ("root", "cascade", "symptom")]
+    # `train | tee log` has a status of 0 whatever became of it: what is a cause by itself stays one.
+    if not errors or any(catalog[e.signature].role == "root" or e.signature == "slurm.job_failed" for e in errors):
+        return []
     first = max(finished, key=canonical)
-    if not errors or not all(e.kind.startswith(PASSING) and before(first, e) for e in errors):
+    if not all(e.kind.startswith(PASSING) and before(first, e) for e in errors):
         return []
     attrs = {"after": first.evidence.text[:200]}
     return [derive(catalog, "derived.teardown_error", min(errors, key=canonical), attrs=attrs)]

@@ -17,7 +17,6 @@ FACTS = (
     "gpu.product_without_nvlink",
     "gpu.product_bridged",
     "nvlink.not_fitted",
-    "nvlink.none_active",
     "nvswitch.none",
 )
 NOT_OWN = ("condition.", "monitor.", "k8s.node_", "check.", "fact.")
@@ -55,13 +54,12 @@ def no_such_port(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 
 def _missing_part(events: Sequence[Event]) -> str | None:
-    """What all claims are about and the machine does not have: by its product, or because none is fitted and none is up."""
+    """What all claims are about and the machine does not have: by its product, or because none is fitted."""
     linkless, bridged = of(events, "gpu.product_without_nvlink"), of(events, "gpu.product_bridged")
     if of(events, *FABRIC_CLAIMS):
         return "NVSwitch" if (linkless or bridged) and of(events, "nvswitch.none") else None
-    if bridged:
-        return "NVLink" if of(events, "nvlink.not_fitted", "nvlink.none_active") else None
-    return "NVLink" if linkless or of(events, "nvlink.not_fitted") else None
+    # A card that may have a bridge, none of whose links is up, has lost it or never had one: somebody has to say so.
+    return "NVLink" if (linkless and not bridged) or of(events, "nvlink.not_fitted") else None
 
 
 def _speaks(event: Event, catalog: Catalog) -> bool:
