@@ -38,7 +38,6 @@ NOT_YET = frozenset(
         "h-v04",  # an injected fault that was survived: the class is not seen
         "h-u04",  # a replica with NaN that is restored again and again: the loss is all that is seen
         "z04",  # a good end: whose its last warnings are is a matter of words
-        "ga04",  # as z04
         "z33",  # entries with few fields are taken for whole dumps, which blame nobody
         "z39",  # a standby that stayed: the cancellation is seen, not why it was needed
         "z40",  # a port that stays down while the job runs on without it: drained, not cordoned

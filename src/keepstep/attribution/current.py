@@ -90,7 +90,7 @@ def _moment(event: Event) -> tuple[int, int]:
 
 
 def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, places: Places) -> bool:
-    if taker is event:
+    if taker is event or of_another_condition(taker, event):
         return False
     scope = catalog[event.signature].scope
     if entry.scope == "node" and scope in ("gpu", "nic"):
@@ -100,6 +100,12 @@ def _takes_back(taker: Event, entry: Signature, event: Event, catalog: Catalog, 
     if alike is False or (alike is None and not derived and not same_text(taker, event)):
         return False
     return begin_after(event, taker) or (derived and compare(event, taker) != "after")
+
+
+def of_another_condition(taker: Event, event: Event) -> bool:
+    """Whether both are conditions of a node, and not the same one: that the disk is well says nothing of the GPUs."""
+    one, other = taker.attrs.get("condition"), event.attrs.get("condition")
+    return bool(one and other) and taker.signature == "condition.good" and one != other
 
 
 def stops(entry: Signature) -> bool:

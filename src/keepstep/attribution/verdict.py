@@ -113,7 +113,8 @@ def _without_fault(seen: Sequence[Seen], stale: Sequence[Event], catalog: Catalo
     counted = [*seen, *(p for p in past if p is not None)]
     scores = weigh([s._replace(outlived=False) for s in counted], _calm(priors), benign=True)
     best, margin = scores.best, scores.margin(scores.best)
-    fault_class: FaultClass = best if margin >= priors.tiers.margin else "unknown"
+    clear = margin >= priors.tiers.margin or _one_sign(counted, scores)
+    fault_class: FaultClass = best if clear else "unknown"
     cause = first_of([s for s in counted if s.entry.role in FAILING and s.weight(fault_class) > 0])
     if cause is None and not any(s.weight(fault_class) > 0 for s in counted if s.entry.role == "noise"):
         fault_class = "unknown"  # facts around nothing make no class

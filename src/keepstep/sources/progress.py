@@ -17,7 +17,7 @@ SIGNATURE = "job.progress"
 LINE_LIMIT = 2000
 """Characters of a line that are looked at."""
 
-_QUICK = re.compile(r"(?i)step|iter|epoch|it/s|s/it|%\|")
+_QUICK = re.compile(r"(?i)step|iter|epoch|it/s|s/it|%\||\|loss")
 _STEP = re.compile(
     r"(?i)(?<![\w/.-])(?:global[_ ]?step|train(?:ing)?[_ ]step|step|iteration|iter|it|update|batch)s?\b[\"']?\s{0,3}[:=#]?\s{0,8}"
     r"(?P<step>\d{1,12})(?:\s{0,3}(?:/|of)\s{0,8}(?P<of>\d{1,12}))?(?![\w.]*[a-zA-Z%])"
@@ -27,6 +27,8 @@ _BAR = re.compile(
     r"%\|[^|]{0,200}\|\s*(?P<step>\d{1,12})/(?P<of>\d{1,12})\s*\[(?P<spent>[\d:]+)<(?P<left>[\d:?]+),\s*"
     r"(?P<rate>[\d.?]+)\s*(?P<unit>s/\w+|\w+/s)"
 )
+_PIPES = re.compile(r"(?i)(?<![\w.|])(?P<epoch>\d{1,7})\|(?P<step>\d{1,12})\|loss: ?[\d.]")
+"""torchtune: "1|2114|Loss: 1.4021"."""
 _BEFORE_NOT = re.compile(
     r"(?i)sav|checkpoint|ckpt|resum|restor|load|restart|fail|error|exception|timeout|timed|stuck|hang|killed|skip|eval|valid|test|"
     r"expected|mismatch|until|before|after|max|total|every|limit|warm|delet|remov|upload|from|last|behind|straggler|detect|reach|nan|seq|"
@@ -52,6 +54,9 @@ def progress_in(text: str) -> Progress | None:
     head = text[:LINE_LIMIT]
     if _QUICK.search(head) is None:
         return None
+    pipes = _PIPES.search(head)
+    if pipes is not None:
+        return Progress(int(pipes["step"]), int(pipes["epoch"]))
     percent = head.find("%|")
     bar = _BAR.match(head, percent) if percent >= 0 else None
     if bar is not None:

@@ -10,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
+from keepstep.attribution.rules.alone import ALONE_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.descriptions import DESCRIPTION_RULES
+from keepstep.attribution.rules.endings import ENDING_RULES
+from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
-from keepstep.attribution.rules.monitors import latched
+from keepstep.attribution.rules.monitors import came_up, latched
+from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
 from keepstep.attribution.rules.outside import OUTSIDE_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.stragglers import stragglers
+from keepstep.attribution.rules.versions import VERSION_RULES
 from keepstep.attribution.rules.xid import degrading, xids
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -36,6 +41,7 @@ PastRule = Callable[[Sequence[Event], Sequence[Event], Catalog], list[Event]]
 RULES: tuple[Rule, ...] = (
     late_ranks,
     *JOB_RULES,
+    *ALONE_RULES,
     *RELATION_RULES,
     gpu_levels,
     links,
@@ -44,12 +50,17 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *SCHEDULER_RULES,
     *RESUME_RULES,
+    *FOLDER_RULES,
     *AFTERMATH_RULES,
+    *ENDING_RULES,
+    came_up,
     latched,
     *MACHINE_RELATION_RULES,
     *OUTSIDE_RULES,
     *DESCRIPTION_RULES,
+    *VERSION_RULES,
+    *NO_PART_RULES,
     common_cause,
 )
-PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over)
+PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)
 """Run first."""

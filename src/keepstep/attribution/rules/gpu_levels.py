@@ -19,6 +19,10 @@ HOT_C = 85.0
 HOT_RATIO = 1.1
 HOT_ABOVE_PEERS = 12.0
 """Degrees. GPUs at the end of the air flow are up to ten hotter than those at its beginning."""
+IDLE_WARM_C, IDLE_ABOVE_PEERS = 60.0, 25.0
+"""Degrees. Idle cards lie between 25 and 45, those of one machine within ten of each other."""
+IDLE_HOT_C, IDLE_S = 75.0, 300.0
+"""A card that is so hot after so many seconds without work, and no cooler than at their beginning, cools no further."""
 MANY_CORRECTED = 1000
 CORRECTED_RATIO = 50
 """Corrected errors since the driver was loaded: this many, and this many times those of the median GPU."""
@@ -39,7 +43,7 @@ def gpu_levels(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         found += _odd(group, catalog, "power_limit", "less", LIMIT_RATIO, "derived.gpu.power_limit_odd")
         found += _odd(group, catalog, "pcie_gen", "less", 1.5, "derived.gpu.pcie_odd")
         found += _odd(group, catalog, "pcie_width", "less", 1.5, "derived.gpu.pcie_odd")
-        found += _hot(group, catalog)
+        found += _hot(group, catalog) + _hot_idle(group, catalog)
         found += _many_corrected(group, catalog)
     return [*found, *_rising(samples, catalog), *_held_memory(events, catalog), *_host_memory(events, catalog)]
 
@@ -135,6 +139,29 @@ def _hot(group: Sequence[Event], catalog: Catalog) -> list[Event]:
         for o in odd
         if o.value >= HOT_C and o.value - o.peers >= HOT_ABOVE_PEERS
     ]
+
+
+def _hot_idle(group: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """GPUs without work that are far warmer than idle peers, or that stay hot for minutes."""
+    idle: dict[str, list[tuple[float, Event]]] = defaultdict(list)
+    for sample in group:
+        value = _value(sample, "temperature")
+        if value is not None and _value(sample, "utilisation") == 0.0:
+            idle[_who(sample)].append((value, sample))
+    last = {who: own[-1] for who, own in idle.items()}
+    usual = sorted(v for v, _ in last.values())[len(last) // 2] if len(last) >= LEAST_PEERS else None
+    found = []
+    for own in idle.values():
+        value, sample = own[-1]
+        above = usual is not None and value >= IDLE_WARM_C and value - usual >= IDLE_ABOVE_PEERS
+        if above or (value >= IDLE_HOT_C and value >= own[0][0] and _seconds(own[0][1], sample) >= IDLE_S):
+            found.append(derive(catalog, "derived.gpu.hot_idle", sample, attrs={"celsius": value, "peers": usual}))
+    return found
+
+
+def _seconds(first: Event, last: Event) -> float:
+    """Time between two samples; 0 where it is not known."""
+    return 0.0 if first.time_ns is None or last.time_ns is None else (last.time_ns - first.time_ns) / 1e9
 
 
 def _many_corrected(group: Sequence[Event], catalog: Catalog) -> list[Event]:

@@ -31,6 +31,7 @@ CONCLUSION_OF = {
     "job.evaluating": "derived.late_in_evaluation",
     "job.preparing_data": "derived.late_in_data",
     "job.data_progress": "derived.late_in_data",
+    "job.single_rank_work": "derived.late_in_data",
     "job.saving": "derived.late_in_checkpoint",
     "job.loading": "derived.late_in_loading",
     "job.compiling": "derived.late_in_compilation",

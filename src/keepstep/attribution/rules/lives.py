@@ -25,6 +25,7 @@ TEARDOWN = (
     "nccl.peer_closed",
     "nccl.remote_error",
     "torch.heartbeat_timeout",
+    "ray.actor_died",
 )
 """What a process may still say when the job has ended well."""
 

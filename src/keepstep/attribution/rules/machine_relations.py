@@ -34,6 +34,15 @@ LEAST_HOSTS = 3
 """Machines to which a failure must have followed a job."""
 FAST, SLOW = 0.9, 0.8
 """Shares of the median speed."""
+FABRIC_SIGNS = (
+    "nccl.nvls_failed",
+    "nccl.nvls_warning",
+    "cuda.system_not_ready",
+    "fabricmanager.stopped",
+    "fabricmanager.aborted",
+    "fabricmanager.error",
+)
+"""What fails where the fabric manager of a machine did not do its part."""
 APPLICATION = frozenset({"13", "31", "43"})
 AT_LIMIT = 0.95
 MOST = 256
@@ -273,7 +282,7 @@ def ledgers(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     found = []
     for event in of(events, "ledger.runs")[:8]:
         runs = [row for row in _rows(event, "runs", 4) if isinstance(row[1], list)]
-        found += _follows_job(event, runs, events, catalog) or _follows_node(event, runs, catalog)
+        found += _follows_job(event, runs, events, catalog) or _follows_node(event, runs, events, catalog)
         counts = [row for row in _rows(event, "counts", 3) if all(isinstance(n, int) for n in row[1:])]
         found += _counted(event, counts, catalog)
     return found
@@ -300,11 +309,13 @@ def _follows_job(event: Event, runs: Sequence[list[Any]], events: Sequence[Event
     return [derive(catalog, "derived.ledger.follows_job", event, attrs=attrs, explains=explains, placed=False)]
 
 
-def _follows_node(event: Event, runs: Sequence[list[Any]], catalog: Catalog) -> list[Event]:
+def _follows_node(event: Event, runs: Sequence[list[Any]], events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A machine on which different jobs failed and none passed, where jobs passed on others."""
     failed: dict[str, set[str]] = defaultdict(set)
     passed: set[str] = set()
     bad = 0
+    if of(events, "slurm.job_node_fail"):
+        return []  # the scheduler's own word for it has a rule of its own
     for job, machines, good, code in runs:
         names = [str(m) for m in machines]
         bad += not good and not code
@@ -318,7 +329,9 @@ def _follows_node(event: Event, runs: Sequence[list[Any]], catalog: Catalog) -> 
         return []
     if len(able) > 1 and len(failed[able[1]]) == len(failed[able[0]]):
         return []
-    return [derive(catalog, "derived.ledger.follows_node", event, attrs={"node": able[0]}, node=able[0])]
+    of_fabric = sorted({e.signature for e in of(events, *FABRIC_SIGNS)})
+    signature = "derived.ledger.fabric_of_node" if of_fabric else "derived.ledger.follows_node"
+    return [derive(catalog, signature, event, attrs={"node": able[0]}, node=able[0], explains=of_fabric)]
 
 
 def _counted(event: Event, counts: Sequence[list[Any]], catalog: Catalog) -> list[Event]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from keepstep.attribution.current import of_another_condition
 from keepstep.attribution.order import compare
 from keepstep.attribution.rules.deriving import derive
 from keepstep.catalog.load import Catalog
@@ -35,9 +37,27 @@ def latched(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.monitor.latched", newest)]
 
 
+OF_MONITOR = re.compile(r"(?i)dcgm|exporter|health-?monitor|gpud|node-problem|\bnpd\b|device-plugin")
+CAME_UP = ("monitor.ok", "monitor.healthy")
+
+
+def came_up(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A monitor that failed to start until what it asks was there, and then looked: nothing of the job, and over."""
+    loops = [e for e in events if e.signature == "k8s.crash_loop"]
+    first = [e for e in events if e.signature == "monitor.cannot_look"]
+    good = [e for e in events if e.signature in CAME_UP]
+    if not first or not good or not all(OF_MONITOR.search(e.evidence.text) for e in loops):
+        return []
+    last = max(good, key=lambda e: (e.time_ns or 0, e.order))
+    if any(compare(e, last) != "before" for e in (*loops, *first)):
+        return []
+    return [derive(catalog, "derived.monitor.came_up", last, placed=False)]
+
+
 def _outlived(event: Event, health: Sequence[Event]) -> bool:
     """Whether a sign of health of the same machine is there: a later one, or any for a state without a time."""
     near = [h for h in health if h.node is None or event.node is None or h.node == event.node]
+    near = [h for h in near if not of_another_condition(h, event)]
     if event.signature in LATCHED:
         return bool(near)
     return any(compare(event, h) != "after" for h in near)

@@ -166,13 +166,13 @@ def _placed(catalog: Catalog, signature: str, event: Event, name: str, attrs: Ma
     nodes = event.attrs.get("nodes")
     node = str(nodes[name]) if isinstance(nodes, dict) and name in nodes else None
     rank = gpu = None
-    if by == "rank" and name.isdigit() and len(name) < 8:
+    if by == "rank" and name.isascii() and name.isdigit() and len(name) < 8:
         rank = int(name)
     elif by == "gpu":
         index = name.rpartition("/")[2]
         gpu = (
             Gpu(index=int(index))
-            if index.isdigit() and len(index) < 5
+            if index.isascii() and index.isdigit() and len(index) < 5
             else Gpu(uuid=index)
             if index.startswith("GPU-")
             else None
@@ -220,6 +220,6 @@ def _of_slowest(event: Event, catalog: Catalog) -> list[Event]:
     if one is None:
         return []
     attrs = {"share": round(slowest.count(one) / len(slowest), 2), "reports": len(slowest)}
-    rank = int(one) if one.isdigit() and len(one) < 8 else None
+    rank = int(one) if one.isascii() and one.isdigit() and len(one) < 8 else None
     node = None if rank is not None else one
     return [derive(catalog, "derived.straggler.constant", event, attrs=attrs, rank=rank, node=node)]

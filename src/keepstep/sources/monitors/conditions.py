@@ -12,8 +12,13 @@ from typing import NamedTuple
 from keepstep.sources.documents import Line
 
 _CONDITION = re.compile(
-    r"(?:^|[\s\"'`])(?P<name>[A-Z][A-Za-z]{3,60})[=:] ?\"?(?P<status>True|False|Unknown)\b(?P<rest>.{0,600})"
+    r"(?:^|[\s\"'`])(?P<name>[A-Z][A-Za-z]{3,60})(?:[=:] ?\"?|\s+(?=\w+ reason=))(?P<status>True|False|Unknown)\b(?P<rest>.{0,600})"
 )
+_COLUMNS = re.compile(
+    r"^\s*(?:\[?[\dT:.Z+-]{5,35}\]?\s+)(?:(?P<name>[A-Z][A-Za-z]{3,60})\s+)?(?P<status>True|False)\s+"
+    r"(?P<reason>(?P<of>[A-Z][A-Za-z]{3,60}?)(?:Is(?:Not)?Healthy)?)(?:\s+(?P<rest>.{0,600}))?$"
+)
+"""A time, the condition, its status and reason in columns; without a condition where the reason is made of its name."""
 _REASON = re.compile(r"reason[=:] ?\"?(?P<reason>[\w.-]{2,80})", re.IGNORECASE)
 _POSITIVE = re.compile(r"(?:Ready|Healthy|OK|Ok|Available|Passed|Up|Complete)$")
 _START = re.compile(r"\b(?:re)?start(?:ed|ing|up)?\b|start-?up|initiali[sz]|MonitorStarted|\bboot", re.IGNORECASE)
@@ -39,7 +44,7 @@ def change_in(line: Line) -> Change | None:
     text = line.text[:2000]
     match = _CONDITION.search(text) if "True" in text or "False" in text else None
     if match is None:
-        return None
+        return _in_columns(line)
     reason, node = _REASON.search(match["rest"]), _NODE.search(text)
     good_status = "True" if _POSITIVE.search(match["name"]) else "False"
     return Change(
@@ -50,6 +55,23 @@ def change_in(line: Line) -> Change | None:
         reason="" if reason is None else reason["reason"],
         text=match["rest"].strip(),
         default=bool(_START.search(match["rest"])),
+    )
+
+
+def _in_columns(line: Line) -> Change | None:
+    match = _COLUMNS.match(line.raw[:2000]) if "True" in line.raw or "False" in line.raw else None
+    if match is None or (match["name"] is None and not match["reason"].endswith("Healthy")):
+        return None
+    name = match["name"] or match["of"]
+    good_status = "True" if _POSITIVE.search(name) else "False"
+    return Change(
+        line=line,
+        node=line.node,
+        name=name,
+        bad=match["status"] != good_status,
+        reason=match["reason"],
+        text=(match["rest"] or "").strip(),
+        default=False,
     )
 
 

@@ -26,6 +26,13 @@ _JOB = frozenset({"job", "jobid", "job_id", "jobname", "job_name", "run"})
 _RESULT = frozenset({"result", "state", "status", "error", "outcome", "xid", "exit", "reason"})
 _RAN = frozenset({"jobs", "runs", "total", "attempts"})
 _FAILED = frozenset({"failed", "failures", "fail", "errors"})
+_VERSION = re.compile(
+    r"(?:[a-z]+_)?(?:driver|kernel|firmware|fw|version|image|release|nccl|cuda|build)(?:_?version)?\Z"
+)
+_MACHINES = re.compile(r"(?:nodes?|hosts?|machines?|servers?|instances?|total)(?:_total)?\Z")
+_AFFECTED = re.compile(
+    r"(?:(?:nodes?|hosts?|machines?|servers?)_(?:with|having|showing)_\w+|(?:nodes?_|hosts?_)?(?:affected|failing|failed|unhealthy|bad|hit)|with_\w+)\Z"
+)
 _PASSED = re.compile(r"(?i)\b(?:completed?|ok|pass(?:ed)?|success\w*|succeeded|finished|fine|done)\b")
 _NAME = re.compile(r"[A-Za-z][\w.-]*\d[\w.-]*\Z")
 _PAIR = re.compile(
@@ -42,16 +49,25 @@ _DEVICE = re.compile(r"(?i)infiniband|\bib_?|mlx5|rdma|issm|umad|uverbs|\bnic\b|
 def ledger_events(document: Document, catalog: Catalog) -> list[Event]:
     """The tables of a document, one event each; [] for nearly every document."""
     lines = list(lines_of(document))[: HEADER_LINES + ROWS_LIMIT]
-    return [*_runs(lines, document, catalog), *_pairs(lines, document, catalog), *_counts(lines, document, catalog)]
+    return [
+        *_runs(lines, document, catalog),
+        *_versions(lines, document, catalog),
+        *_pairs(lines, document, catalog),
+        *_counts(lines, document, catalog),
+    ]
 
 
-def _cells(text: str) -> list[str]:
-    if "," in text:
+def _cells(text: str, header: str | None = None) -> list[str]:
+    """The cells of a row; `header`: the row that tells by what they are parted, where the row is not one itself."""
+    head = text if header is None else header
+    if "|" in head:
+        return [cell.strip() for cell in text.strip().strip("|").split("|")]
+    if "," in head:
         try:
             return [cell.strip() for cell in next(csv.reader([text]), [])]
         except csv.Error:
             return []
-    if "\t" in text:
+    if "\t" in head:
         return [cell.strip() for cell in text.split("\t")]
     return text.split()
 
@@ -70,31 +86,48 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
         result = next((i for i, n in enumerate(names) if n in _RESULT), None)
         attrs: dict[str, Any] | None = None
         if ran is not None and failed is not None:
-            attrs = {"counts": _counted(rows, where, ran, failed)}
+            attrs = {"counts": _counted(rows, where, ran, failed, line.raw)}
         elif job is not None and result is not None:
-            attrs = {"runs": _results(rows, where, job, result, "," in line.raw, names[result])}
+            attrs = {"runs": _results(rows, where, job, result, line.raw, names[result])}
         if attrs is not None and any(attrs.values()):
             return [make(catalog, "ledger.runs", document, line, attrs=attrs)]
     return []
 
 
-def _counted(rows: Sequence[Line], where: int, ran: int, failed: int) -> list[list[Any]]:
+def _versions(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:
+    """Rows of versions, each with the number of its machines and of those that show something."""
+    for index, line in enumerate(lines[:HEADER_LINES]):
+        names = [cell.lower() for cell in _cells(line.raw)]
+        what = next((i for i, n in enumerate(names) if _VERSION.match(n)), None)
+        ran = next((i for i, n in enumerate(names) if _MACHINES.match(n)), None)
+        hit = next((i for i, n in enumerate(names) if _AFFECTED.match(n)), None)
+        if what is None or ran is None or hit is None:
+            continue
+        rows = _counted(lines[index + 1 : index + 1 + ROWS_LIMIT], what, ran, hit, line.raw)
+        if len(rows) > 1:
+            return [make(catalog, "ledger.versions", document, line, attrs={"versions": rows})]
+    return []
+
+
+def _counted(rows: Sequence[Line], where: int, ran: int, failed: int, header: str) -> list[list[Any]]:
     found: list[list[Any]] = []
     for row in rows:
-        cells = _cells(row.raw)
+        cells = _cells(row.raw, header)
         if len(cells) <= max(where, ran, failed):
             continue
-        if cells[ran].isdigit() and cells[failed].isdigit() and len(cells[ran] + cells[failed]) < 18:
+        both = cells[ran] + cells[failed]
+        if both.isascii() and cells[ran].isdigit() and cells[failed].isdigit() and len(both) < 18:
             found.append([cells[where], int(cells[ran]), int(cells[failed])])
     return found
 
 
-def _results(rows: Sequence[Line], where: int, job: int, result: int, quoted: bool, what: str) -> list[list[Any]]:
+def _results(rows: Sequence[Line], where: int, job: int, result: int, header: str, what: str) -> list[list[Any]]:
     """[job, machines, passed, what] of each row. Without commas the last columns may be of several words."""
     found: list[list[Any]] = []
+    quoted = "," in header or "|" in header
     for row in rows:
-        cells = _cells(row.raw)
-        if len(cells) <= max(where, job, result) or row.raw.lstrip().startswith("#") or ("," in row.raw) != quoted:
+        cells = _cells(row.raw, header)
+        if len(cells) <= max(where, job, result) or row.raw.lstrip().startswith("#"):
             continue
         said = cells[result] if quoted or result < len(cells) - 1 else " ".join(cells[result:])
         machines = [n for n in re.split(r"[\s;+|]+", cells[where]) if _NAME.match(n)][:NAMES_LIMIT]

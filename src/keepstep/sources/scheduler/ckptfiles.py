@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from keepstep.catalog.ckptnames import is_staging
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
@@ -17,7 +18,8 @@ MAX_LISTED = 1000
 """Checkpoints of one listing that get an event each."""
 
 _TRACKER = re.compile(r"(?:^|[/\s])(?:latest_checkpointed_iteration\.txt|latest_iteration\.txt|latest)\s*$")
-_LIST = re.compile(r"^(?:ls|ll|find|tree|du|aws s3 ls|gsutil ls|gcloud storage ls)\b")
+_LIST = re.compile(r"^(?:[\w.-]{1,63}: )?(?:ls|ll|find|tree|du|aws s3 ls|gsutil ls|gcloud storage ls)\b")
+_STEP = re.compile(r"(?:global_step|step|iter|checkpoint|ckpt|epoch|iteration)[-_=]?(\d{1,12})")
 _NAME = re.compile(r"(?:^|/)(?:global_step|step|iter|checkpoint|ckpt|epoch|iteration)[-_=]?(\d{1,12})(?:\.\w+)?/?$")
 _BARE = re.compile(r"\d{1,12}/?")
 _PLAIN = re.compile(r"\d{1,12}/?|\S*[._/-]\S*|latest\w*")
@@ -29,9 +31,9 @@ def folder_events(document: Document, catalog: Catalog) -> list[Event]:
     title = document.title.strip()
     if title in ("echo $?", "echo rc=$?", "echo $status"):
         return _status(document, catalog)
-    if _TRACKER.search(title):
-        return _tracker(document, catalog)
-    return _listing(document, catalog) if _LIST.match(title) else []
+    tracked = _tracker(document, catalog) if _TRACKER.search(title) else []
+    # `ls DIR; cat TRACKER`: a number alone is what the tracker holds.
+    return [*tracked, *(_listing(document, catalog, bare=not tracked) if _LIST.match(title) else [])]
 
 
 def _status(document: Document, catalog: Catalog) -> list[Event]:
@@ -43,14 +45,14 @@ def _status(document: Document, catalog: Catalog) -> list[Event]:
 
 
 def _tracker(document: Document, catalog: Catalog) -> list[Event]:
-    for line in document.lines:
-        match = re.fullmatch(r"(?:global_step|iter_)?(\d{1,12})", line.raw.strip())
+    for line in reversed(list(document.lines)):
+        match = re.fullmatch(r"(?:global_step_?|iter_)?(\d{1,12})", line.raw.strip())
         if match is not None:
             return [note(catalog, "ckpt.tracker", document, line, attrs={"step": match[1]})]
     return []
 
 
-def _listing(document: Document, catalog: Catalog) -> list[Event]:
+def _listing(document: Document, catalog: Catalog, *, bare: bool = True) -> list[Event]:
     found: list[Event] = []
     for line in document.lines:
         words = line.raw.split()
@@ -59,7 +61,11 @@ def _listing(document: Document, catalog: Catalog) -> list[Event]:
         plain = len(words) == len(names) and all(_PLAIN.fullmatch(w) for w in words)
         for name in names:
             match = _NAME.search(name)
-            step = match[1] if match else name.rstrip("/") if plain and _BARE.fullmatch(name) else None
+            step = match[1] if match else name.rstrip("/") if bare and plain and _BARE.fullmatch(name) else None
+            signature = "ckpt.listed"
+            if is_staging(name):
+                within = _STEP.search(name)
+                step, signature = (within[1] if within else None), "ckpt.listed_staging"
             if step is not None and len(found) < MAX_LISTED:
-                found.append(note(catalog, "ckpt.listed", document, line, attrs={"step": step, "name": name}))
+                found.append(note(catalog, signature, document, line, attrs={"step": step, "name": name}))
     return found
