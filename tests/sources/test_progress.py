@@ -27,9 +27,14 @@ GOES_ON = [
     ("train_loss=2.3 global_step=77 lr=0.1", 77),
     ("I1129 01:10:30 train: step 4100 loss 2.01", 4100),
     ("[Rank 0] step=5 loss=2.0 time=0.3s", 5),
+    (':::MLLOG {"namespace": "", "time_ms": 1930215751000, "event_type": "INTERVAL_END", "key": "block_stop", "value": null, '
+     '"metadata": {"file": "train.py", "lineno": 9, "samples_count": 4096}}', 4096),
+    ('0: :::MLLOG {"namespace": "", "time_ms": 1930215751000, "event_type": "POINT_IN_TIME", "key": "tracked_stats", "value": '
+     '{"throughput": 617.4}, "metadata": {"file": "train.py", "lineno": 9, "step": 50}}', 50),
 ]  # fmt: skip
 
 NOT = [
+    ':::MLLOG {"namespace": "", "time_ms": 1930215751000, "key": "seed", "value": 7, "metadata": {"step": 1}}',
     "Resuming from global_step_60 (steps_per_epoch=60)",
     "Training Progress:  50%|#####     | 60/120 [00:00<?, ?it/s]",
     "Map (num_proc=1):  71%|#######   | 8520000/12000000 [30:02<12:16, 4723.1 examples/s]",

@@ -17,7 +17,7 @@ SIGNATURE = "job.progress"
 LINE_LIMIT = 2000
 """Characters of a line that are looked at."""
 
-_QUICK = re.compile(r"(?i)step|iter|epoch|it/s|s/it|%\||\|loss")
+_QUICK = re.compile(r"(?i)step|iter|epoch|it/s|s/it|%\||\|loss|:::mll")
 _STEP = re.compile(
     r"(?i)(?<![\w/.-])(?:global[_ ]?step|train(?:ing)?[_ ]step|step|iteration|iter|it|update|batch)s?\b[\"']?\s{0,3}[:=#]?\s{0,8}"
     r"(?P<step>\d{1,12})(?:\s{0,3}(?:/|of)\s{0,8}(?P<of>\d{1,12}))?(?![\w.]*[a-zA-Z%])"
@@ -29,6 +29,13 @@ _BAR = re.compile(
 )
 _PIPES = re.compile(r"(?i)(?<![\w.|])(?P<epoch>\d{1,7})\|(?P<step>\d{1,12})\|loss: ?[\d.]")
 """torchtune: "1|2114|Loss: 1.4021"."""
+_MLPERF = re.compile(
+    r':::MLL(?:OG)? \{.{0,160}"key": ?"'
+    r'(?:(?P<made>block_stop|epoch_stop|tracked_stats|throughput|train_loss|train_accuracy|eval_accuracy)")?'
+)
+"""A record of MLPerf's log; `made`: of something that only a running job has measured (mlcommons/logging, constants.py)."""
+_MLPERF_STEP = re.compile(r'"(?:step_num|samples_count|step)\": ?(?P<step>\d{1,12})\b')
+_MLPERF_EPOCH = re.compile(r'"epoch_num\": ?(?P<epoch>\d{1,7})')
 _BEFORE_NOT = re.compile(
     r"(?i)sav|checkpoint|ckpt|resum|restor|load|restart|fail|error|exception|timeout|timed|stuck|hang|killed|skip|eval|valid|test|"
     r"expected|mismatch|until|before|after|max|total|every|limit|warm|delet|remov|upload|from|last|behind|straggler|detect|reach|nan|seq|"
@@ -54,6 +61,12 @@ def progress_in(text: str) -> Progress | None:
     head = text[:LINE_LIMIT]
     if _QUICK.search(head) is None:
         return None
+    mlperf = _MLPERF.search(head)
+    if mlperf is not None:
+        if mlperf["made"] is None:
+            return None
+        step, epoch = _MLPERF_STEP.search(head), _MLPERF_EPOCH.search(head)
+        return Progress(None if step is None else int(step["step"]), _int(epoch))
     pipes = _PIPES.search(head)
     if pipes is not None:
         return Progress(int(pipes["step"]), int(pipes["epoch"]))

@@ -43,7 +43,7 @@ def change_in(line: Line) -> Change | None:
     """The condition that a line states. "Unknown" counts as nothing said."""
     text = line.text[:2000]
     match = _CONDITION.search(text) if "True" in text or "False" in text else None
-    if match is None:
+    if match is None or _is_option(match["name"], match["rest"]):
         return _in_columns(line)
     reason, node = _REASON.search(match["rest"]), _NODE.search(text)
     good_status = "True" if _POSITIVE.search(match["name"]) else "False"
@@ -56,6 +56,11 @@ def change_in(line: Line) -> Change | None:
         text=match["rest"].strip(),
         default=bool(_START.search(match["rest"])),
     )
+
+
+def _is_option(name: str, rest: str) -> bool:
+    """Whether it looks like an option of a program ("FUSION: True"): one word in capitals, of which nothing more is said."""
+    return name.isupper() and _POSITIVE.search(name) is None and _REASON.search(rest) is None
 
 
 def _in_columns(line: Line) -> Change | None:
