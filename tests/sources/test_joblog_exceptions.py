@@ -68,6 +68,20 @@ def test_a_logger_that_puts_its_header_before_every_line() -> None:
     assert (event.attrs["type"], event.attrs["user_frame"]) == ("KeyError", "/w/train.py:155 main")
 
 
+def test_a_logger_that_puts_its_header_before_the_first_line_alone() -> None:
+    for head in ("[rank7]: ", "2031-03-02T11:02:31Z [rank7]: "):
+        (event,) = found(head + PLAIN + "[rank2]: step 4 loss 2.0\n")
+        assert (event.rank, event.attrs["user_frame"]) == (7, "/w/train.py:155 main")
+    # Another rank's line comes between: what follows is nobody's, and the other's own traceback stays its own.
+    begun = PLAIN.splitlines(keepends=True)[0]
+    other = "".join(
+        f"[rank2]: {line}" for line in PLAIN.replace("KeyError: 'mask'", "IndexError: 3").splitlines(keepends=True)
+    )
+    assert [(e.rank, e.attrs["type"]) for e in found("[rank7]: " + begun + other) if e.rank is not None] == [
+        (2, "IndexError")
+    ]
+
+
 def test_of_a_direct_cause_the_cause_is_what_happened() -> None:
     text = (
         PLAIN

@@ -108,6 +108,8 @@ class _Writer:
 def _chains(document: Document) -> Iterator[tuple[list[Raised], bool]]:
     """Chains of exceptions, oldest first, and whether the later were raised from the earlier ("direct cause")."""
     writers: dict[tuple[int | None, str], _Writer] = {}
+    # Whose traceback has a prefix before its first line alone, as a logger writes a record of several lines.
+    bare: _Writer | None = None
     for line in document.lines:
         key = (line.rank, line.tag)
         writer = writers.get(key)
@@ -115,7 +117,11 @@ def _chains(document: Document) -> Iterator[tuple[list[Raised], bool]]:
             if len(writers) > 100_000:
                 continue
             writer = writers.setdefault(key, _Writer())
+        if bare is not None and bare.now is not None and writer.now is None and line.raw == line.text:
+            writer = bare
         yield from _take(writer, line)
+        begins = writer.now is not None and writer.now.begun is line and line.raw != line.text
+        bare = writer if writer.now is not None and (begins or writer is bare) else None
     for writer in writers.values():
         yield from _flush(writer)
 
