@@ -209,7 +209,7 @@ def _who(row: Row) -> tuple[str, str] | None:
     """What a measurement is about: the finest kind that the row names. GPUs of several nodes are told apart by node."""
     about = row.about
     if "rank" in about:
-        return "rank", about["rank"]
+        return ("rank", about["rank"]) if any(c.isdigit() for c in about["rank"]) else None
     if "gpu" in about:
         return "gpu", f"{about['node']}/{about['gpu']}" if "node" in about else about["gpu"]
     for kind in ("pair", "nic", "link", "node"):
@@ -229,7 +229,8 @@ def _series(rows: Iterable[Row], document: Document, catalog: Catalog) -> list[E
         for value in row.values:
             kind = metric_kind(value.name, value.unit)
             amount = _amount(value.text)
-            if kind is None or amount is None or gpu_level(value.name) is not None:
+            # A column that is called by a number is a line of a log that was taken for a header.
+            if kind is None or amount is None or gpu_level(value.name) is not None or value.name[:1].isdigit():
                 continue
             key = (who[0], " ".join(words_of(value.name)))
             if key not in found:
