@@ -114,10 +114,10 @@ def test_counters_of_links_with_the_time_between_sweeps() -> None:
         "NVRM: Xid (PCI:0002:00:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response from GPU1 GSP!\n",
         "host db1 port 5432 timeout 30s\nhost db2 port 5432 timeout 30s\n",
         "rank 0 seed 1\nrank 1 seed 2\n",
-        "09:57:26 inference INFO: Total inference time: 0:00:04.019145 (0.006430631256103516 s / img per device, on 8 devices)\n"
-        "09:57:32 timed_section INFO: EXPOSED: Launching evaluation task took 0.097s\n"
-        "09:58:04 timed_section INFO: Evaluating predictions took 31.850s\n"
-        "09:58:05 trainer INFO: bbox mAP: 0.15272887376857675, segm mAP: 0.15496564502406363\n",
+        "2031-09-18 22:57:26,549 inference INFO: Total inference time: 0:00:04.019145 (0.0064 s / img per device, on 8 devices)\n"
+        "2031-09-18 22:57:32,258 timed_section INFO: EXPOSED: Launching evaluation task took 0.097s\n"
+        "2031-09-18 22:58:04,258 timed_section INFO: Evaluating predictions took 31.850s\n"
+        "2031-09-18 22:58:05,294 trainer INFO: bbox mAP: 0.15272887376857675, segm mAP: 0.15496564502406363\n",
         "",
     ],
 )
