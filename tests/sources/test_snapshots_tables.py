@@ -369,6 +369,7 @@ def test_the_machine_around_the_gpus(text: str, title: str, signature: str) -> N
         ("version:        525.60.13\n", "cat package.yaml"),
         ("  PID   PPID COMMAND\n81344   4000 python\n", ""),
         ("cpu-bind=MASK - gen-11, task  0  0 [40121]: mask 0xff set\n", ""),
+        ("+ srun -l --mpi=pmi2 --cpu-bind=none -N4 --ntasks=32 ./run_and_time.sh\n", ""),
         ('  The governor "performance" may decide which speed to use\n', ""),
     ],
 )

@@ -30,7 +30,6 @@ _BIND = re.compile(
     r"cpu-bind(?:=|-)(?P<how>\w+)\s*-\s*(?P<node>[\w.-]+), task\s+(?P<task>\d{1,6})\s+\d+ \[\d+\]: "
     r"mask (?P<mask>0x[0-9A-Fa-f,x]+(?:\.\.\.[0-9a-fA-F]*)?)(?P<set> set)?"
 )
-_OPTION = re.compile(r"--cpu-bind=(?:[a-z]+,)*(?P<how>none|no)\b")
 _GOVERNOR = re.compile(
     r"(?:scaling_governor\S*\s*[:=]?\s*|The governor \"|current policy:?\s*.*?governor\s+\"?)"
     r"(?P<governor>powersave|conservative|ondemand|performance|schedutil)\b"
@@ -104,8 +103,6 @@ def _binding(document: Document, catalog: Catalog) -> Iterator[Event]:
                 yield make(catalog, "cpu.unbound", document, line, node=bound["node"], rank=int(bound["task"]))
             else:
                 masks.setdefault(bound["node"], []).append((bound["mask"].lower(), line))
-        elif _OPTION.search(line.text):
-            yield make(catalog, "cpu.unbound", document, line)
         governor = _GOVERNOR.search(line.text)
         if governor is not None and governor["governor"] in {"powersave", "conservative"}:
             yield make(catalog, "cpu.governor_saving", document, line, attrs={"governor": governor["governor"]})
