@@ -15,6 +15,7 @@ from keepstep.sources.ownrecords import OWN_RECORD, parse_own_records
 from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
     bandwidth,
+    counted,
     dcgm,
     lspci,
     machine,
@@ -47,6 +48,7 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("machine", machine.parse),
     ("bandwidth test", bandwidth.parse),
     ("scheduler records", scheduler_records),
+    ("counted", counted.parse),
     ("table", tables.parse),
     ("pace", pace.parse),
 )

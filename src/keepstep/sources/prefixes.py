@@ -282,6 +282,10 @@ def _leading_time(text: str, found: _Found) -> str | None:
 
 def _tagged(tag: re.Match[str], rest: str, found: _Found) -> str:
     """After `host program[pid]: `: the kernel's own name goes, that of another program is part of the message."""
+    if _NCCL.match(rest, tag.end("host") + 1) is not None:
+        # NCCL names the machine itself: what stands before it is a pod, or a task.
+        found.pod = found.pod or tag["host"]
+        return rest[tag.end("host") + 1 :]
     found.node = found.node or tag["host"]
     name = tag.groupdict().get("daemon") or tag["other"]
     if name == "kernel":

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
+from keepstep.attribution.rules.again import AGAIN_RULES
 from keepstep.attribution.rules.alone import ALONE_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
+from keepstep.attribution.rules.comparisons import COMPARISON_RULES
 from keepstep.attribution.rules.descriptions import DESCRIPTION_RULES
 from keepstep.attribution.rules.endings import ENDING_RULES
 from keepstep.attribution.rules.folders import FOLDER_RULES
@@ -27,6 +29,7 @@ from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
+from keepstep.attribution.rules.standing import STANDING_RULES
 from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.attribution.rules.versions import VERSION_RULES
 from keepstep.attribution.rules.xid import degrading, xids
@@ -60,6 +63,9 @@ RULES: tuple[Rule, ...] = (
     *DESCRIPTION_RULES,
     *VERSION_RULES,
     *NO_PART_RULES,
+    *AGAIN_RULES,
+    *COMPARISON_RULES,
+    *STANDING_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)

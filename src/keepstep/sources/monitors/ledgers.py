@@ -13,6 +13,7 @@ from typing import Any
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
+from keepstep.sources.scheduler.tables import headless_columns
 from keepstep.sources.snapshots.making import lines_of, make
 
 ROWS_LIMIT = 500
@@ -74,6 +75,9 @@ def _cells(text: str, header: str | None = None) -> list[str]:
 
 def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:
     """Rows under a header that names machines, and either jobs with results or numbers of jobs."""
+    without = _headless_runs(lines, document, catalog)
+    if without:
+        return without
     for index, line in enumerate(lines[:HEADER_LINES]):
         names = [cell.lower() for cell in _cells(line.raw)]
         where = next((i for i, n in enumerate(names) if n in _HOST), None)
@@ -92,6 +96,16 @@ def _runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[E
         if attrs is not None and any(attrs.values()):
             return [make(catalog, "ledger.runs", document, line, attrs=attrs)]
     return []
+
+
+def _headless_runs(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:
+    """Rows of a scheduler's command that names its columns, pasted without the header."""
+    columns = headless_columns(document)
+    if columns is None or not {"jobid", "nodelist", "state"} <= set(columns):
+        return []
+    where, job, result = (columns.index(name) for name in ("nodelist", "jobid", "state"))
+    runs = _results(lines[:ROWS_LIMIT], where, job, result, " ".join(columns), "state")
+    return [make(catalog, "ledger.runs", document, lines[0], attrs={"runs": runs})] if runs else []
 
 
 def _versions(lines: Sequence[Line], document: Document, catalog: Catalog) -> list[Event]:

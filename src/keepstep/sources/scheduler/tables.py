@@ -61,7 +61,7 @@ def is_header(words: Sequence[str]) -> bool:
 def rows(document: Document) -> Iterator[Row]:
     """Rows of all tables in a document, in the order of its lines."""
     lines = document.lines
-    columns = columns_of_command(document.title)
+    columns = columns_of_command(document.title) or headless_columns(document)
     if columns is not None:
         yield from _headless(lines, columns)
         return
@@ -156,6 +156,20 @@ def _fits(text: str, spans: Sequence[tuple[int, int]]) -> bool:
 
 def columns_of_command(title: str) -> list[str] | None:
     """Headers that a command without header line prints, from its own format option; None when it has a header line."""
+    return _columns(title, asked=True)
+
+
+def headless_columns(document: Document) -> list[str] | None:
+    """The same for rows that were pasted without the header that the command printed above them."""
+    columns = _columns(document.title, asked=False)
+    first = next((line.raw for line in document.lines if line.raw.strip()), "")
+    words = first.replace("|", " ").split()
+    if columns is None or len(columns) < 3 or len(words) < len(columns) or is_header(_header(first)):
+        return None
+    return columns if words[0][:1].isdigit() and not _KNOWN.issuperset(w.lower() for w in words) else None
+
+
+def _columns(title: str, asked: bool) -> list[str] | None:
     if not re.match(r"(?:\S*/)?(?:squeue|sinfo|sacct)\b", title):
         return None
     try:
@@ -163,7 +177,7 @@ def columns_of_command(title: str) -> list[str] | None:
     except ValueError:
         return None
     short = {flag for w in words if re.fullmatch(r"-[A-Za-z]+", w) for flag in w[1:]}
-    if not ("--noheader" in words or ("n" if "sacct" in words[0] else "h") in short):
+    if asked and not ("--noheader" in words or ("n" if "sacct" in words[0] else "h") in short):
         return None
     given = _option(words, "sinfo" in words[0] and "R" in short)
     if given is None:
