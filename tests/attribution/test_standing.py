@@ -50,6 +50,15 @@ def test_a_device_that_the_container_may_not_open_is_no_broken_nic() -> None:
     assert (verdict.fault_class, verdict.action) == ("platform", "ask_human")
 
 
+def test_a_device_that_the_job_goes_on_without_takes_no_node_out() -> None:
+    steps = ("step 100 loss 2.0", "step 110 loss 1.9")
+    found = verdict_of(lines(GONE, *steps))
+    assert (found.signature, found.action) == ("derived.nic_left_out", "ask_human")
+    assert verdict_of(lines(*steps, GONE)).action == "cordon_node"
+    dead = "[ 8123.2] mlx5_core 0000:9a:00.0: device's health compromised - reached miss count"
+    assert verdict_of(lines(GONE, dead, *steps)).action == "cordon_node"
+
+
 def test_a_device_that_answers_with_an_error_is_one() -> None:
     text = lines(GONE, "$ cat /dev/infiniband/uverbs4", "cat: /dev/infiniband/uverbs4: Input/output error")
     assert verdict_of(text).action == "cordon_node"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from keepstep.attribution.current import end_of
+from keepstep.attribution.current import end_of, goes_on
 from keepstep.attribution.order import canonical, compare
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import PROGRESS, of
@@ -151,5 +151,27 @@ def setting_warned(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [derive(catalog, "derived.host.setting_warned", warned[0], placed=False)]
 
 
-STANDING_RULES = (setting_warned, port_of_own_job, not_ready_passed, denied, refused_of_alike, reset_now)
+def went_on_without(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A device that NCCL could not open, in a job that made steps or ended well without it, and nothing of the machine itself."""
+    gone = of(events, "nccl.ib_device_gone")[:MOST]
+    of_nics = ("nic.", "pcie.", "ib.")
+    others = (e for e in events if e.kind.startswith(of_nics) and e.signature != "nccl.ib_device_gone")
+    if not gone or any(catalog[e.signature].role in ("root", "cascade") for e in others):
+        return []
+    last = max((end_of(e) for e in gone), key=canonical)
+    if not any(_later(last, end_of(e)) for e in events if goes_on(catalog[e.signature])):
+        return []
+    named = next((e for e in gone if e.nic is not None), gone[0])
+    return [derive(catalog, "derived.nic_left_out", named, explains=["nccl.ib_device_gone"])]
+
+
+STANDING_RULES = (
+    went_on_without,
+    setting_warned,
+    port_of_own_job,
+    not_ready_passed,
+    denied,
+    refused_of_alike,
+    reset_now,
+)
 """Each: `(events, catalog) -> list[Event]`."""
