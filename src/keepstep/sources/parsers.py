@@ -15,6 +15,7 @@ from keepstep.sources.ownrecords import OWN_RECORD, parse_own_records
 from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
     bandwidth,
+    counter_columns,
     dcgm,
     lspci,
     machine,
@@ -42,6 +43,7 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("metrics", prometheus.parse),
     ("ports", ports.parse),
     ("port counters", port_counters.parse),
+    ("counter columns", counter_columns.parse),
     ("lspci", lspci.parse),
     ("ncclras", ncclras.parse),
     ("machine", machine.parse),
