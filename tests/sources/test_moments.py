@@ -30,7 +30,9 @@ def test_each_part_of_a_row_is_a_step_at_its_own_time() -> None:
 
 
 def test_the_first_part_may_stand_at_the_time_of_its_line_and_midnight_is_passed() -> None:
-    (event,) = steps_of("2031-10-02T23:59:40 step 7702 loss 1.911 ; 00:00:20 step 7703 loss 1.908 ; 00:10:00 step 7961 loss 1.9\n")
+    (event,) = steps_of(
+        "2031-10-02T23:59:40 step 7702 loss 1.911 ; 00:00:20 step 7703 loss 1.908 ; 00:10:00 step 7961 loss 1.9\n"
+    )
     assert event.count == 3
     assert clock(event.last_ns) == "03 00:10:00"
 

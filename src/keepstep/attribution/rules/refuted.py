@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepstep.attribution.current import PROGRESS, end_of
-from keepstep.attribution.order import canonical, same_text
+from keepstep.attribution.order import SECOND_NS, canonical, same_text
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import before, number, of
 from keepstep.attribution.rules.resumes import follows
@@ -27,14 +27,34 @@ MOST_ABOVE = 3.0
 FAILING = ("root", "cascade", "symptom")
 RESULTS = ("monitor.still_cordoned",)
 """What follows from a check that failed."""
+NEAR_S = 15 * 60.0
+"""Half of the least that two zones differ by."""
+AFTER_S = 30.0
+"""Seconds after a claim from which on a step is no longer one that was under way."""
+UNTIMED = frozenset({"none", "neighbour", "boot_relative"})
 BUSY = 50.0
 """Use of a GPU, in percent, that is no rest."""
-CLAIMS = ("condition.", "check.", "monitor.", "dcgm.health", "probe.", "k8s.node_condition", "k8s.node_cordoned", "sched.lost_task")
+CLAIMS = (
+    "condition.",
+    "check.",
+    "monitor.",
+    "dcgm.health",
+    "probe.",
+    "k8s.node_condition",
+    "k8s.node_cordoned",
+    "sched.lost_task",
+)
 """Beginnings of signatures of what somebody says from outside."""
 _TASK = re.compile(
     r"(?i)(?<![a-z])(?:task|job|run|trial|container|pod|replica)s?[ =:_#]{1,2}(?P<names>[\w./-]{0,60}\d[\w./-]{0,60}(?:, ?[\w./-]{0,60}\d[\w./-]{0,60}){0,32})"
 )
-RANKS = re.compile(r"(?i)python|torchrun|pt_|train|ray::|vllm|rank|launch|worker|mpirun|orted|srun|deepspeed|accelerate")
+MISMATCHES = ("fr.mismatch_told", "fr.trace_mismatch")
+LOSSES = ("sched.lost_task", "k8s.node_not_ready", "k8s.node_condition")
+"""How a controller says that it no longer hears of a task or of the machine that ran it."""
+BACK = ("k8s.node_ready", "monitor.healthy", "monitor.ok", "condition.good", "fact.node_back")
+RANKS = re.compile(
+    r"(?i)python|torchrun|pt_|train|ray::|vllm|rank|launch|worker|mpirun|orted|srun|deepspeed|accelerate"
+)
 """How processes are called that take part in the steps."""
 
 
@@ -43,9 +63,7 @@ def _failed(events: Sequence[Event], catalog: Catalog, *but: str) -> list[Event]
     return [
         e
         for e in events
-        if catalog[e.signature].role in FAILING
-        and e.severity != "info"
-        and not e.signature.startswith((*CLAIMS, *but))
+        if catalog[e.signature].role in FAILING and e.severity != "info" and not e.signature.startswith((*CLAIMS, *but))
     ]
 
 
@@ -98,7 +116,9 @@ def phase_limit(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     late = of(events, "monitor.beat_late")
     if not late or _failed(events, catalog) or not all(_within(e) for e in late):
         return []
-    phases = of(events, "job.saving", "ckpt.announced", "ckpt.committed", "job.evaluating", "job.loading", "job.compiling")
+    phases = of(
+        events, "job.saving", "ckpt.announced", "ckpt.committed", "job.evaluating", "job.loading", "job.compiling"
+    )
     for step in of(events, PROGRESS)[:MOST]:
         at = step.attrs.get("before_last_order")
         begun = [p for p in phases if same_text(p, step)]
@@ -115,17 +135,31 @@ def _within(beat: Event) -> bool:
 
 
 def ended_before_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
-    """Tasks that a controller lost, each of which had ended with status 0 before, by the same name."""
-    lost, ended = of(events, "sched.lost_task")[:MOST], of(events, "task.ended_zero", "job.ended_well")[:MOST]
-    if not lost or not ended or _failed(events, catalog) or of(events, "job.started", "elastic.restarting"):
+    """Tasks that a controller lost, each of which had ended with status 0 before: by its name, or as all of the job."""
+    lost = of(events, *LOSSES)[:MOST]
+    ended = of(events, "task.ended_zero", "job.ended_well", "job.train_ended")[:MOST]
+    if not lost or not ended or _failed(events, catalog, *LOSSES) or of(events, "job.started", "elastic.restarting"):
         return []
-    if any(e.count > 1 for e in lost):
-        return []  # an event stands for all that say the same: the others may be of other tasks
-    for claim in lost:
-        names = {name for e in ended if before(e, claim) for name in _names(e)}
-        if not _names(claim) or not _names(claim) <= names:
-            return []
+    # An event stands for all that say the same: the others may be of other tasks.
+    if any(e.count > 1 for e in lost if e.signature == "sched.lost_task") or not of(events, "sched.lost_task"):
+        return []
+    if not all(_over_before(claim, ended, events) for claim in lost):
+        return []
     return [derive(catalog, "derived.sched.ended_before_lost", _last(events), placed=False)]
+
+
+def _over_before(claim: Event, ended: Sequence[Event], events: Sequence[Event]) -> bool:
+    earlier = [e for e in ended if before(e, claim)]
+    if claim.signature != "sched.lost_task":
+        # The machine itself has to be back.
+        return bool(earlier) and any(before(claim, e) or _stands_below(claim, e) for e in of(events, *BACK))
+    names = {name for e in earlier for name in _names(e)}
+    if _names(claim) and _names(claim) <= names:
+        return True
+    whole = [e for e in earlier if e.signature != "task.ended_zero"]
+    steps = [end_of(s) for s in of(events, PROGRESS)[:MOST]]
+    # Of a job that is not named there is one, and it makes no step any more.
+    return bool(whole) and not names and len(_names(claim)) <= 1 and all(before(s, whole[-1]) for s in steps)
 
 
 def _names(event: Event) -> set[str]:
@@ -138,8 +172,8 @@ def _names(event: Event) -> set[str]:
 
 def completed_everywhere(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A reader of flight records that calls a mismatch what has ended on all ranks."""
-    told, done = of(events, "fr.mismatch_told"), of(events, "fr.completed_everywhere")
-    if not told or not done or of(events, "fr.state_open") or _failed(events, catalog, "fr.mismatch_told", "fr.trace_missing"):
+    told, done = of(events, *MISMATCHES), of(events, "fr.completed_everywhere")
+    if not told or not done or of(events, "fr.state_open") or _failed(events, catalog, *MISMATCHES, "fr.trace_missing"):
         return []
     # Each claim has a line of its own that says how the call ended.
     if sum(e.count for e in told) > sum(e.count for e in done):
@@ -197,5 +231,35 @@ def _line(event: Event) -> int:
     return event.evidence.line or 0
 
 
-REFUTED_RULES = (passed_again, phase_limit, ended_before_lost, completed_everywhere, side_process, old_values)
+def stepped_on(events: Sequence[Event], catalog: Catalog) -> list[Event]:
+    """A hang that was said, and steps of a log without a zone that began within minutes of it and went on after it."""
+    said = of(events, "monitor.hang_declared", "monitor.beat_late")[:MOST]
+    if not said or _failed(events, catalog) or of(events, "job.started", "elastic.restarting"):
+        return []
+    for step in of(events, PROGRESS)[:MOST]:
+        if step.count >= 2 and all(_beside(end_of(claim), step) for claim in said):
+            return [derive(catalog, "derived.alarm.stepped_on", end_of(step), placed=False)]
+    return []
+
+
+def _beside(claim: Event, step: Event) -> bool:
+    """Whether the steps lie around a claim by clocks of which one shows no zone: within minutes, so that there is none between."""
+    end = end_of(step)
+    if claim.time_ns is None or step.time_ns is None or end.time_ns is None:
+        return False
+    if {claim.time_quality, step.time_quality, end.time_quality} & UNTIMED:
+        return False
+    near_s = min(abs(t - claim.time_ns) for t in (step.time_ns, end.time_ns)) / SECOND_NS
+    return near_s <= NEAR_S and (end.time_ns - claim.time_ns) / SECOND_NS > AFTER_S
+
+
+REFUTED_RULES = (
+    passed_again,
+    phase_limit,
+    ended_before_lost,
+    completed_everywhere,
+    side_process,
+    old_values,
+    stepped_on,
+)
 """Each: `(events, catalog) -> list[Event]`. Last of all but what machines have in common."""

@@ -26,7 +26,9 @@ _PROSE = re.compile(
     r"(?i)\brank[ =_]?(?P<rank>\d{1,7})\b[^\n]{0,60}?\bheartbeat\b[^\n]{0,40}?(?P<age>\d{1,7}(?:\.\d{1,3})?) ?s(?:ec\w*)? (?:old|ago|late|overdue)\b"
 )
 _PHASE = re.compile(r"(?i)\b(?:phase|section|stage)[ =:\"]{1,4}(?P<phase>[a-z_]{3,40})")
-_OF_PHASE = re.compile(r"(?i)\b(?P<phase>[a-z_]{3,40}?)[ _](?:timeout|limit|deadline|budget)[ =:\"]{1,4}(?P<limit>\d{1,7}(?:\.\d{1,3})?) ?s?\b")
+_OF_PHASE = re.compile(
+    r"(?i)\b(?P<phase>[a-z_]{3,40}?)[ _](?:timeout|limit|deadline|budget)[ =:\"]{1,4}(?P<limit>\d{1,7}(?:\.\d{1,3})?) ?s?\b"
+)
 STEM = 4
 """Letters that two forms of one word share: checkpoint, checkpointing; eval, evaluation."""
 
@@ -53,7 +55,12 @@ def _from_words(text: str) -> dict[str, Any] | None:
     phase = _PHASE.search(text)
     limits = {m["phase"].lower(): float(m["limit"]) for m in _OF_PHASE.finditer(text)}
     named = "" if phase is None else phase["phase"].lower()
-    return {"rank": int(match["rank"]), "age": float(match["age"]), "phase": named, "phase_limit": _limit(named, limits)}
+    return {
+        "rank": int(match["rank"]),
+        "age": float(match["age"]),
+        "phase": named,
+        "phase_limit": _limit(named, limits),
+    }
 
 
 def _from_json(raw: str) -> dict[str, Any] | None:

@@ -17,17 +17,22 @@ MOST_LINES = 5000
 
 _UNIT = r"(?:[KMGT]i?[Bb](?:it|ps)?/s|[KMGT]bps|[GTP]FLOPS?(?:/s)?)"
 _CLAIM = re.compile(
-    rf"(?i:\b(?:error|fail\w*|warn\w*|alert|\w*check\w*|low|slow)\b)[^\n]{{0,120}}?(?P<value>\d{{1,7}}(?:\.\d{{1,4}})?) ?{_UNIT}?\s{{0,2}}"
-    rf"(?:<|(?i:below|under|less than|lower than))\s{{0,2}}(?i:(?:the |its )?(?:limit|minimum|threshold|expected|required)? ?(?:of |value )?)"
-    rf"(?P<limit>\d{{1,7}}(?:\.\d{{1,4}})?) ?{_UNIT}"
+    rf"(?<![\w.])(?P<value>\d{{1,7}}(?:\.\d{{1,4}})?) ?{_UNIT}?(?:\s{{0,2}}<=?\s{{0,2}}|[ ,;(]{{1,3}}(?i:is )?(?i:below|under|less than|lower than|"
+    rf"expected|expects|needs?|required?|limit|threshold|minimum|min)\b[ =:]{{0,3}})(?i:(?:is |of |at least |the |its |limit|minimum|threshold|"
+    rf"expected|required|>=|value |= ?){{0,4}})\s{{0,2}}(?P<limit>\d{{1,7}}(?:\.\d{{1,4}})?) ?{_UNIT}"
 )
+_BAD = re.compile(r"(?i)\b(?:error|fail\w*|warn\w*|alert|\w*check\w*|low|slow|drain\w*|taint\w*|held)\b")
 _AGAIN = re.compile(
     r"(?i)\b(?:same (?:check|test|probe)|re-?runs?|re-?ran|re-?test\w*|repeat(?:ed|s)?|again|retr(?:y|ies)|second (?:pass|run)|pass(?:es)? 2)\b"
 )
 _PASSED = re.compile(r"(?i)\b(?:pass(?:ed)?|ok)\b")
 _FAILED = re.compile(r"(?i)\bfail(?:s|ed|ure)?\b")
 _DECIMAL = re.compile(r"(?<![\w.])\d{1,7}\.\d{1,4}(?![\w.])|(?<![\w.])\d{1,7}(?= ?" + _UNIT + r")")
-_ROW = re.compile(r"^\s{0,8}(?:(?:run|pass|iter\w*|#)?[ =:]{0,2}\d{1,4}[:.)]?\s{1,8})?[\d./,\s]{3,200}(?:" + _UNIT + r"[\d./,\s]{0,40}){0,4}$")
+_ROW = re.compile(
+    r"^\s{0,8}(?:(?:run|pass|iter\w*|#)?[ =:]{0,2}\d{1,4}[:.)]?\s{1,8})?[\d./,\s]{3,200}(?:"
+    + _UNIT
+    + r"[\d./,\s]{0,40}){0,4}$"
+)
 _INDEX = re.compile(r"^\s{0,8}(?:run|pass|iter\w*|#)?[ =:]{0,2}\d{1,4}[:.)]?\s{1,8}")
 
 
@@ -40,7 +45,9 @@ def read_repeats(document: Document, catalog: Catalog) -> Iterator[Event]:
     rows = False
     for line in document.lines[:MOST_LINES]:
         text = line.text[:LINE_LIMIT]
-        claim = _CLAIM.search(text)
+        claim = _CLAIM.search(text) if _BAD.search(text) is not None else None
+        if claim is not None and float(claim["value"]) >= float(claim["limit"]):
+            claim = None
         again = _AGAIN.search(text) is not None
         if claim is not None:
             # The same words again after the repeats: it did fail again.

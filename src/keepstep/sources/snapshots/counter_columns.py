@@ -14,7 +14,9 @@ from keepstep.sources.snapshots.ports import DEVICE
 from keepstep.sources.snapshots.totals import Total, total_events
 
 DAY_S = 86_400.0
-_TIME = re.compile(r"^\W{0,3}(?:\d{4}-\d\d-\d\d[ T])?(?P<H>[01]\d|2[0-3]):(?P<M>[0-5]\d)(?::(?P<S>[0-5]\d))?(?:\.\d+)?Z?\b")
+_TIME = re.compile(
+    r"^\W{0,3}(?:\d{4}-\d\d-\d\d[ T])?(?P<H>[01]\d|2[0-3]):(?P<M>[0-5]\d)(?::(?P<S>[0-5]\d))?(?:\.\d+)?Z?\b"
+)
 _WORD = re.compile(r"\S+")
 _PORT = re.compile(rf"\b(?P<nic>{DEVICE})(?:[/: ](?:port ?)?(?P<port>\d{{1,3}})\b)?")
 _HEAD = re.compile(r"(?i)^\W{0,3}(?:time|timestamp|at|date)\b")
@@ -34,7 +36,9 @@ def _read(document: Document) -> Iterator[Total]:
     for line in lines_of(document):
         raw = line.raw[:LINE_LIMIT]
         if _HEAD.match(raw):
-            columns = [(m.start(), m.end(), m[0]) for m in _WORD.finditer(raw) if counter_named(m[0], "nic") is not None]
+            columns = [
+                (m.start(), m.end(), m[0]) for m in _WORD.finditer(raw) if counter_named(m[0], "nic") is not None
+            ]
             named = _PORT.search(raw)
             nic, port = (named["nic"], named["port"]) if named is not None else (None, None)
             begin_s = None
