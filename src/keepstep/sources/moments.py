@@ -1,4 +1,4 @@
-"""Times of day within a line: a person's or a dashboard's row of steps, `11:46:10 iteration 20110 loss 2.2 | 11:51:22 iteration 20301`.
+"""Times of day within a line: a row of steps, `11:46:10 iteration 110 loss 2.2 | 11:51:22 iteration 301 loss 2.1`.
 
 What stands before a line is read by sources/prefixes.py; here it is what stands in it.
 """

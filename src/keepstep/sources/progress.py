@@ -109,10 +109,11 @@ def progress_events(document: Document, catalog: Catalog) -> list[Event]:
     near_ns: int | None = None
     for line in document.lines:
         near_ns = line.time_ns if line.time_ns is not None else near_ns
-        if line.stream == "kernel" or progress_in(line.text) is None:
+        whole = None if line.stream == "kernel" else progress_in(line.text)
+        if whole is None:
             continue
         for moment in moments_in(line, near_ns):
-            made = progress_in(moment.text)
+            made = whole if moment.text is line.text else progress_in(moment.text)
             if made is not None:
                 _add(seen, moment.line, made)
     return [_event(document, held) for held in seen.values()]

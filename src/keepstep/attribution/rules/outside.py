@@ -216,9 +216,10 @@ def reading_stuck(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 AS_FAST = 0.95
 _BESIDE = re.compile(
-    r"(?i)(?P<value>\d{1,7}(?:\.\d{1,4})?) ?[GTP]FLOP\w{0,2}(?:/s)?\s{0,3}\((?:[a-z]{1,10} ){0,2}[a-z]{2,10}[ \d,-]{0,30}?[:=]? ?(?P<low>\d{1,7}(?:\.\d{1,4})?)"
-    r"(?=\.\.|[ )-]|$)"
+    r"(?i)(?P<value>\d{1,7}(?:\.\d{1,4})?) ?[GTP]FLOP\w{0,2}(?:/s)?\s{0,3}\((?:[a-z]{1,10} ){0,2}[a-z]{2,10}[ \d,-]{0,30}?[:=]? ?"
+    r"(?P<low>\d{1,7}(?:\.\d{1,4})?)(?=\.\.|[ )-]|$)"
 )
+"""What a program reached, and the least that stands beside it for peers."""
 
 
 def _as_fast(probe: Event) -> bool:

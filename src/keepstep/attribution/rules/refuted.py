@@ -1,5 +1,5 @@
-"""Claims that what stands beside them refutes: a check that passes when it is done again, a rank that was only saving, a task that had
-ended before it was lost, a call that ended on all ranks, a helper that died, an exporter that shows old values.
+"""Claims that what stands beside them refutes: a check that passes when it is done again, a rank that was only saving, a task that
+had ended before it was lost, a call that ended on all ranks, a helper that died, an exporter that shows old values.
 
 As in outside.py all of it calms only where nothing failed by the word of the job, the kernel or a device.
 """
@@ -45,8 +45,9 @@ CLAIMS = (
     "sched.lost_task",
 )
 """Beginnings of signatures of what somebody says from outside."""
+_NAME = r"[\w./-]{0,60}\d[\w./-]{0,60}"
 _TASK = re.compile(
-    r"(?i)(?<![a-z])(?:task|job|run|trial|container|pod|replica)s?[ =:_#]{1,2}(?P<names>[\w./-]{0,60}\d[\w./-]{0,60}(?:, ?[\w./-]{0,60}\d[\w./-]{0,60}){0,32})"
+    rf"(?i)(?<![a-z])(?:task|job|run|trial|container|pod|replica)s?[ =:_#]{{1,2}}(?P<names>{_NAME}(?:, ?{_NAME}){{0,32}})"
 )
 MISMATCHES = ("fr.mismatch_told", "fr.trace_mismatch")
 LOSSES = ("sched.lost_task", "k8s.node_not_ready", "k8s.node_condition")

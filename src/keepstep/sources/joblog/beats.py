@@ -1,6 +1,6 @@
 """Heartbeats that a monitor of ranks calls late, with the phase that the rank is in and the limit of that phase.
 
-As JSON, one finding a line, or in words: "rank 8 heartbeat is 75 s old (step timeout 60 s; phase: checkpoint, checkpoint timeout 1800 s)".
+As JSON, one finding a line, or in words: "rank 8 heartbeat is 75 s old (phase: checkpoint, checkpoint timeout 1800 s)".
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _LATE = re.compile(r"(?i)timeout|timed.?out|stale|late|missed|overdue|expired|lo
 _AGE = re.compile(r"(?i)^(?:.*_)?(?:age|stale|silent|since|elapsed|idle|overdue)(?:_|$)")
 _LIMIT = re.compile(r"(?i)timeout|limit|deadline|budget")
 _PROSE = re.compile(
-    r"(?i)\brank[ =_]?(?P<rank>\d{1,7})\b[^\n]{0,60}?\bheartbeat\b[^\n]{0,40}?(?P<age>\d{1,7}(?:\.\d{1,3})?) ?s(?:ec\w*)? (?:old|ago|late|overdue)\b"
+    r"(?i)\brank[ =_]?(?P<rank>\d{1,7})\b[^\n]{0,60}?\bheartbeat\b[^\n]{0,40}?"
+    r"(?P<age>\d{1,7}(?:\.\d{1,3})?) ?s(?:ec\w*)? (?:old|ago|late|overdue)\b"
 )
 _PHASE = re.compile(r"(?i)\b(?:phase|section|stage)[ =:\"]{1,4}(?P<phase>[a-z_]{3,40})")
 _OF_PHASE = re.compile(

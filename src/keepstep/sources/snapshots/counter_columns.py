@@ -1,4 +1,7 @@
-"""Tables of samples over time in which a column is a counter of a port: what people and dashboards write of flapping links."""
+"""Tables of samples over time in which a column is a counter of a port: what people and dashboards write of flapping links.
+
+Columns are known by where they stand; tables whose rows have as many words as their header are read by tables.py.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
 
 def _read(document: Document) -> Iterator[Total]:
     columns: list[tuple[int, int, str]] = []
+    width = 0
     nic = port = None
     samples: dict[tuple[str | None, str | None, str], int] = {}
     begin_s: float | None = None
@@ -39,12 +43,13 @@ def _read(document: Document) -> Iterator[Total]:
             columns = [
                 (m.start(), m.end(), m[0]) for m in _WORD.finditer(raw) if counter_named(m[0], "nic") is not None
             ]
+            width = len(raw.split())
             named = _PORT.search(raw)
             nic, port = (named["nic"], named["port"]) if named is not None else (None, None)
             begin_s = None
             continue
         time = _TIME.match(raw) if columns else None
-        if time is None:
+        if time is None or len(raw.split()) == width:
             columns = []
             continue
         at_s = int(time["H"]) * 3600.0 + int(time["M"]) * 60 + int(time["S"] or 0)
