@@ -92,6 +92,37 @@ def test_a_task_that_is_lost_stays_lost(before: str) -> None:
     assert not verdict.no_current_fault
 
 
+DOWN = "slurmctld: 2032-01-06T01:09:00 error: Nodes n-[3-4] not responding, setting DOWN"
+FAILED = "slurmctld: 2032-01-06T01:09:00 Job 4411 NODE_FAIL, requeue"
+ENDED = "2032-01-06T01:00:04 job 4411 finished, exit code 0"
+
+
+def responding(*nodes: int) -> str:
+    return lines(*(f"slurmctld: 2032-01-06T01:12:00 Node n-{n} now responding" for n in nodes))
+
+
+@pytest.mark.parametrize(
+    ("text", "calm"),
+    [
+        (lines(ENDED, DOWN, FAILED, responding(3, 4)), True),
+        (lines(ENDED, DOWN, FAILED, responding(3)), False),  # the other one is not back
+        (lines(ENDED, DOWN, FAILED), False),
+        (lines(DOWN, FAILED, responding(3, 4)), False),
+        (lines(ENDED.replace("4411", "4410"), DOWN, FAILED, responding(3, 4)), False),
+    ],
+)
+def test_a_node_that_failed_after_its_job_is_no_fault_once_it_is_back(text: str, calm: bool) -> None:
+    assert verdict_of(text).no_current_fault is calm
+
+
+@pytest.mark.parametrize(
+    ("service", "calm"), [("tensorboard", True), ("dcgm-exporter", True), ("nvidia-fabricmanager", False)]
+)
+def test_a_service_beside_the_job_is_known_by_its_name(service: str, calm: bool) -> None:
+    text = lines(f"systemd[1]: {service}.service: Main process exited, code=killed, status=9/KILL", STEPS)
+    assert ("derived.side_process" in conclusions(text)) is calm
+
+
 MISMATCH = "collective sequence number: 31  nccl:all_to_all  culprit rank 2; error: size mismatch"
 DONE = "  collective state: completed on ranks 0,1,2,3"
 STEPS = lines(

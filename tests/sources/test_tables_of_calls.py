@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.attribution.jobtexts import events_of, lines, signatures_of, verdict_of
 
@@ -80,3 +82,20 @@ def test_late_heartbeats_are_read_once_a_rank_with_the_limit_of_their_phase() ->
 )
 def test_heartbeats_that_came_are_not_late(text: str) -> None:
     assert "monitor.beat_late" not in signatures_of(text)
+
+
+@given(st.text(alphabet='rank seqopstate012²٣ |/{}":.\nGB<limit again:heartbeat_timeout,age_s9eE+', max_size=300))
+def test_any_text_is_read(text: str) -> None:
+    for head in (
+        "rank seq op state\n",
+        "time link_downed mlx5_0/1 x\n",
+        "check 1.0 GB/s < 2.0 GB/s\n",
+        '{"event":"heartbeat_timeout"',
+    ):
+        events_of(head + text)
+
+
+def test_numbers_that_are_no_seconds_are_not_taken() -> None:
+    for value in ("1e999", "9" * 400, "-1", "NaN", "true", '"x"'):
+        found = events_of(f'{{"event":"heartbeat_timeout","rank":3,"age_s":{value}}}')
+        assert all(e.attrs.get("age") is None for e in found if e.signature == "monitor.beat_late")

@@ -50,9 +50,9 @@ _TASK = re.compile(
     rf"(?i)(?<![a-z])(?:task|job|run|trial|container|pod|replica)s?[ =:_#]{{1,2}}(?P<names>{_NAME}(?:, ?{_NAME}){{0,32}})"
 )
 MISMATCHES = ("fr.mismatch_told", "fr.trace_mismatch")
-LOSSES = ("sched.lost_task", "k8s.node_not_ready", "k8s.node_condition")
+LOSSES = ("sched.lost_task", "k8s.node_not_ready", "k8s.node_condition", "slurm.node_down")
 """How a controller says that it no longer hears of a task or of the machine that ran it."""
-BACK = ("k8s.node_ready", "monitor.healthy", "monitor.ok", "condition.good", "fact.node_back")
+BACK = ("k8s.node_ready", "monitor.healthy", "monitor.ok", "condition.good", "fact.node_back", "slurm.node_responding")
 RANKS = re.compile(
     r"(?i)python|torchrun|pt_|train|ray::|vllm|rank|launch|worker|mpirun|orted|srun|deepspeed|accelerate"
 )
@@ -152,8 +152,11 @@ def ended_before_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def _over_before(claim: Event, ended: Sequence[Event], events: Sequence[Event]) -> bool:
     earlier = [e for e in ended if before(e, claim)]
     if claim.signature != "sched.lost_task":
-        # The machine itself has to be back.
-        return bool(earlier) and any(before(claim, e) or _stands_below(claim, e) for e in of(events, *BACK))
+        # The machine itself has to be back; of a list of machines more than one.
+        back = [e for e in of(events, *BACK)[:MOST] if before(claim, e) or _stands_below(claim, e)]
+        stem, listed, _ = (claim.node or "").partition("[")
+        near = {e.node or e.evidence.line for e in back if _of_machine(e.node, claim.node, stem if listed else "")}
+        return bool(earlier) and len(near) >= (2 if listed else 1)
     names = {name for e in earlier for name in _names(e)}
     if _names(claim) and _names(claim) <= names:
         return True
@@ -161,6 +164,11 @@ def _over_before(claim: Event, ended: Sequence[Event], events: Sequence[Event]) 
     steps = [end_of(s) for s in of(events, PROGRESS)[:MOST]]
     # Of a job that is not named there is one, and it makes no step any more.
     return bool(whole) and not names and len(_names(claim)) <= 1 and all(before(s, whole[-1]) for s in steps)
+
+
+def _of_machine(node: str | None, claimed: str | None, stem: str) -> bool:
+    """Whether a machine may be the one that was claimed, or one of a list `stem[...]`."""
+    return node is None or claimed is None or node == claimed or (bool(stem) and node.startswith(stem))
 
 
 def _names(event: Event) -> set[str]:

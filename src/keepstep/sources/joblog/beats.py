@@ -30,6 +30,7 @@ _PHASE = re.compile(r"(?i)\b(?:phase|section|stage)[ =:\"]{1,4}(?P<phase>[a-z_]{
 _OF_PHASE = re.compile(
     r"(?i)\b(?P<phase>[a-z_]{3,40}?)[ _](?:timeout|limit|deadline|budget)[ =:\"]{1,4}(?P<limit>\d{1,7}(?:\.\d{1,3})?) ?s?\b"
 )
+MOST_S = 1e9
 STEM = 4
 """Letters that two forms of one word share: checkpoint, checkpointing; eval, evaluation."""
 
@@ -74,7 +75,7 @@ def _from_json(raw: str) -> dict[str, Any] | None:
     words = [v for v in record.values() if isinstance(v, str)]
     if not any("heartbeat" in w.lower() and _LATE.search(w) for w in words):
         return None
-    numbers = {k.lower(): float(v) for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    numbers = {k.lower(): float(v) for k, v in record.items() if _is_seconds(v)}
     ages = [v for k, v in numbers.items() if _AGE.search(k) and not _LIMIT.search(k)]
     phase = next((str(record[k]).lower() for k in ("phase", "section", "stage") if isinstance(record.get(k), str)), "")
     rank = record.get("rank")
@@ -84,6 +85,10 @@ def _from_json(raw: str) -> dict[str, Any] | None:
         "phase": phase[:40],
         "phase_limit": _limit(phase, {k: v for k, v in numbers.items() if _LIMIT.search(k)}),
     }
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_S
 
 
 def _limit(phase: str, limits: dict[str, float]) -> float | None:

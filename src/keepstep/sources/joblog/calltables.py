@@ -23,6 +23,7 @@ _OP = frozenset({"name", "op", "optype", "op_type", "collective", "profiling_nam
 _STATE = frozenset({"state", "status"})
 _GROUP = frozenset({"pg", "group", "pg_name", "process_group", "pg_id"})
 _SIZE = frozenset({"numel", "numelin", "numel_in", "size", "input_sizes", "sizes", "shape"})
+_DIGITS = re.compile(r"[0-9]{1,12}")
 _SPLIT = re.compile(r"\s*\|\s*|\s+")
 
 
@@ -42,14 +43,14 @@ def read_tables(document: Document, catalog: Catalog) -> Iterator[Event]:
         if not columns:
             continue
         row = {name: cells[at] for name, at in columns.items() if at < len(cells)}
-        if len(row) < len(columns) or not row["rank"].isdigit() or not row["seq"].isdigit():
+        if len(row) < len(columns) or not _DIGITS.fullmatch(row["rank"]) or not _DIGITS.fullmatch(row["seq"]):
             columns = {}
             continue
-        rank, group = int(row["rank"][:9]), row.get("group", "")
+        rank, group = int(row["rank"]), row.get("group", "")
         if row["state"].lower() not in OPEN or (rank, group) in seen or len(seen) >= MAX_ROWS:
             continue
         seen.add((rank, group))
-        attrs = call_of(rank, row["seq"][:12], row["op"], row.get("size", ""), group, None, None)
+        attrs = call_of(rank, row["seq"], row["op"], row.get("size", ""), group, None, None)
         yield event_at("fr.call", line, document, catalog, attrs)
 
 

@@ -20,6 +20,7 @@ DAY_S = 86_400.0
 _TIME = re.compile(
     r"^\W{0,3}(?:\d{4}-\d\d-\d\d[ T])?(?P<H>[01]\d|2[0-3]):(?P<M>[0-5]\d)(?::(?P<S>[0-5]\d))?(?:\.\d+)?Z?\b"
 )
+_DIGITS = re.compile(r"[0-9]{1,18}")
 _WORD = re.compile(r"\S+")
 _PORT = re.compile(rf"\b(?P<nic>{DEVICE})(?:[/: ](?:port ?)?(?P<port>\d{{1,3}})\b)?")
 _HEAD = re.compile(r"(?i)^\W{0,3}(?:time|timestamp|at|date)\b")
@@ -58,10 +59,10 @@ def _read(document: Document) -> Iterator[Total]:
         of = (named["nic"], named["port"]) if named is not None else (nic, port)
         for start, end, name in columns:
             value = next((m[0] for m in _WORD.finditer(raw) if m.start() < end and start < m.end()), "")
-            if of[0] is None or not value.isdigit():
+            if of[0] is None or not _DIGITS.fullmatch(value):
                 continue
             sample = samples[*of, name] = samples.get((*of, name), -1) + 1
             yield Total(
-                name, float(value[:18]), line, nic=of[0], port=of[1] or "", family="nic", sample=sample,
+                name, float(value), line, nic=of[0], port=of[1] or "", family="nic", sample=sample,
                 elapsed_s=(at_s - begin_s) % DAY_S, node=line.node,
             )  # fmt: skip
