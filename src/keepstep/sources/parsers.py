@@ -16,6 +16,7 @@ from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
     bandwidth,
     counted,
+    counter_columns,
     dcgm,
     lspci,
     machine,
@@ -43,6 +44,7 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("metrics", prometheus.parse),
     ("ports", ports.parse),
     ("port counters", port_counters.parse),
+    ("counter columns", counter_columns.parse),
     ("lspci", lspci.parse),
     ("ncclras", ncclras.parse),
     ("machine", machine.parse),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event, Evidence, bounded
 from keepstep.sources.documents import Document, Line
+from keepstep.sources.moments import moments_in
 
 SIGNATURE = "job.progress"
 LINE_LIMIT = 2000
@@ -118,21 +119,28 @@ def progress_events(document: Document, catalog: Catalog) -> list[Event]:
     if SIGNATURE not in catalog:
         return []
     seen: dict[tuple[object, ...], _Seen] = {}
+    near_ns: int | None = None
     for line in document.lines:
-        if line.stream == "kernel":
+        near_ns = line.time_ns if line.time_ns is not None else near_ns
+        whole = None if line.stream == "kernel" else progress_in(line.text)
+        if whole is None:
             continue
-        made = progress_in(line.text)
-        if made is None:
-            continue
-        key = (line.rank, line.node, line.pod, line.tag)
-        held = seen.get(key)
-        if held is None:
-            if len(seen) >= MAX_WRITERS:
-                continue
-            held = seen[key] = _Seen(line, made)
-        held.before_last, held.last, held.last_step = held.last, line, made
-        held.count += 1
+        for moment in moments_in(line, near_ns):
+            made = whole if moment.text is line.text else progress_in(moment.text)
+            if made is not None:
+                _add(seen, moment.line, made)
     return [_event(document, held) for held in seen.values()]
+
+
+def _add(seen: dict[tuple[object, ...], _Seen], line: Line, made: Progress) -> None:
+    key = (line.rank, line.node, line.pod, line.tag)
+    held = seen.get(key)
+    if held is None:
+        if len(seen) >= MAX_WRITERS:
+            return
+        held = seen[key] = _Seen(line, made)
+    held.before_last, held.last, held.last_step = held.last, line, made
+    held.count += 1
 
 
 def _event(document: Document, held: _Seen) -> Event:

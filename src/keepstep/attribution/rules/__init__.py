@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
 from keepstep.attribution.rules.again import AGAIN_RULES
 from keepstep.attribution.rules.alone import ALONE_RULES
+from keepstep.attribution.rules.buckets import bucket_order
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.comparisons import COMPARISON_RULES
@@ -20,12 +21,14 @@ from keepstep.attribution.rules.endings import ENDING_RULES
 from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
+from keepstep.attribution.rules.libraries import library_empty
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
 from keepstep.attribution.rules.monitors import came_up, latched
 from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
 from keepstep.attribution.rules.outside import OUTSIDE_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.refuted import REFUTED_RULES
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
 from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
@@ -44,6 +47,7 @@ PastRule = Callable[[Sequence[Event], Sequence[Event], Catalog], list[Event]]
 RULES: tuple[Rule, ...] = (
     late_ranks,
     *JOB_RULES,
+    bucket_order,
     *ALONE_RULES,
     *RELATION_RULES,
     gpu_levels,
@@ -62,10 +66,12 @@ RULES: tuple[Rule, ...] = (
     *OUTSIDE_RULES,
     *DESCRIPTION_RULES,
     *VERSION_RULES,
+    library_empty,
     *NO_PART_RULES,
     *AGAIN_RULES,
     *COMPARISON_RULES,
     *STANDING_RULES,
+    *REFUTED_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)

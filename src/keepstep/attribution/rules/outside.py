@@ -206,10 +206,31 @@ def _stands(event: Event) -> bool:
 
 def reading_stuck(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A GPU that reads busy without anybody on it, and on which a program ran at full speed."""
-    claims, works = of(events, "fact.busy_unowned"), of(events, "fact.probe_worked")
-    if not claims or not works or _failed(events, catalog):
+    claims = of(events, "fact.busy_unowned", "fact.load_unowned")
+    beside = of(events, "fact.probe_beside_peers")
+    works = [*of(events, "fact.probe_worked"), *beside]
+    if not claims or not works or _failed(events, catalog) or not all(_as_fast(e) for e in works):
         return []
     return [derive(catalog, "derived.alarm.reading_stuck", max((*claims, *works), key=canonical), placed=False)]
+
+
+AS_FAST = 0.95
+_BESIDE = re.compile(
+    r"(?i)(?P<value>\d{1,7}(?:\.\d{1,4})?) ?[GTP]FLOP\w{0,2}(?:/s)?\s{0,3}\((?:[a-z]{1,10} ){0,2}[a-z]{2,10}[ \d,-]{0,30}?[:=]? ?"
+    r"(?P<low>\d{1,7}(?:\.\d{1,4})?)(?=\.\.|[ )-]|$)"
+)
+"""What a program reached, and the least that stands beside it for peers."""
+
+
+def _as_fast(probe: Event) -> bool:
+    """Whether a program ran as fast as on the peers that stand beside it; True where none do."""
+    low, value = probe.attrs.get("low"), probe.attrs.get("value")
+    if low is None:
+        told = _BESIDE.search(probe.evidence.text)
+        low, value = (told["low"], told["value"]) if told is not None else (None, None)
+    if low is None or value is None:
+        return True
+    return float(str(value)) >= AS_FAST * float(str(low))
 
 
 def power_impossible(events: Sequence[Event], catalog: Catalog) -> list[Event]:

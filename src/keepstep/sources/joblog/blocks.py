@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
-from keepstep.sources.joblog import calls, cycles, elastic, exceptions, stacks
+from keepstep.sources.joblog import beats, calls, calltables, cycles, elastic, exceptions, repeats, stacks
 
 Reader = Callable[[Document, Catalog], Iterator[Event]]
 
@@ -29,6 +29,9 @@ BLOCK_READERS: tuple[BlockReader, ...] = (
     BlockReader("Python exceptions", exceptions.TRIGGERS, exceptions.read_exceptions),
     BlockReader("elastic failures", elastic.TRIGGERS, elastic.read_failures),
     BlockReader("calls of ranks", calls.TRIGGERS, calls.read_calls),
+    BlockReader("tables of calls", calltables.TRIGGERS, calltables.read_tables),
+    BlockReader("late heartbeats", beats.TRIGGERS, beats.read_beats),
+    BlockReader("repeated checks", repeats.TRIGGERS, repeats.read_repeats),
     BlockReader("stacks", stacks.TRIGGERS, stacks.read_stacks),
     BlockReader("cycle summaries", cycles.CYCLE_TRIGGERS, cycles.read_cycles),
     BlockReader("dump listing", cycles.DUMP_TRIGGERS, cycles.read_dump_listing),

@@ -21,7 +21,7 @@ MAX_RANKS = 20_000
 """Ranks of one document."""
 LINE_LIMIT = 20_000
 
-_OPEN = ("scheduled", "started", "enqueued", "pending", "running", "launched")
+OPEN = ("scheduled", "started", "enqueued", "pending", "running", "launched")
 _LISTED = re.compile(r"^\W{0,3}[Rr]ank[ =_]?(?P<rank>\d{1,7})\b(?P<calls>.*)$")
 _CALL = re.compile(
     r"(?:#|\bseq(?:uence)?(?:_id)?[ =:#]{0,2})(?P<seq>\d{1,12})[ :,]{1,3}(?:op=)?(?:nccl:)?(?P<op>[A-Za-z_]{3,40})\s*"
@@ -86,7 +86,7 @@ def _open_calls(text: str) -> list[dict[str, Any]]:
     for call in _CALL.finditer(match["calls"]):
         if call["state"] != "completed":
             size = re.sub(r"[ x]+", ",", call["size"] or "")
-            return [_call(rank, call["seq"], call["op"], size, "", None, None)]
+            return [call_of(rank, call["seq"], call["op"], size, "", None, None)]
     return []
 
 
@@ -104,15 +104,24 @@ def _from_json(text: str) -> list[dict[str, Any]]:
             continue
         group = _group(entry)
         splits = entry.get("input_split_sizes"), entry.get("output_split_sizes")
-        is_open = entry.get("state") in _OPEN
+        is_open = entry.get("state") in OPEN
         if group in found or not (is_open or splits != (None, None)):
             continue
         size = str(entry.get("input_sizes") or "") if splits == (None, None) else ""
-        attrs = _call(
+        attrs = call_of(
             record["rank"], entry["collective_seq_id"], str(entry.get("profiling_name", "")), size, group, *splits
         )
-        found[group] = attrs | {"open": is_open}
+        found[group] = attrs | {"open": is_open, "frame": _frame(entry)}
     return list(found.values())
+
+
+def _frame(entry: dict[str, Any]) -> str | None:
+    """File and function of the innermost frame that was recorded."""
+    frames = entry.get("frames")
+    first = frames[0] if isinstance(frames, list) and frames else None
+    if not isinstance(first, dict):
+        return None
+    return f"{first.get('filename', '')}:{first.get('name', '')}"[:300]
 
 
 def _whole(value: object) -> bool:
@@ -124,9 +133,10 @@ def _group(entry: dict[str, Any]) -> str:
     return "/".join(str(part) for part in group[:4]) if isinstance(group, list) else str(group)
 
 
-def _call(
+def call_of(
     rank: int, seq: object, op: str, size: str, group: str, splits_in: object, splits_out: object
 ) -> dict[str, Any]:
+    """What is told of a call, in the names that events of it use."""
     plain = op.removeprefix("nccl:").replace("_", "").upper()
     return {
         "rank": rank,
