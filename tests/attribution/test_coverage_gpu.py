@@ -59,6 +59,8 @@ BLAMED = [
     ),
 ]
 CALM = [
+    NCCL + "nccl_net_ofi_init:1500 NCCL WARN NET/OFI No eligible providers were found",
+    NCCL + "misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]",
     NCCL + "NCCL INFO comm 0x55d0 rank 3 nRanks 16 cudaDev 3 busId 5d000 - Abort COMPLETE",
     NCCL + "NCCL INFO [Service thread] Connection closed by localRank 2",
     NCCL
