@@ -11,7 +11,7 @@ from keepstep.attribution.rules.jobfacts import of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
-NVLINK_CLAIMS = ("dcgm.health_nvlink", "nvlink.check_down", "nvlink.all_inactive")
+NVLINK_CLAIMS = ("dcgm.health_nvlink", "condition.dcgm.nvlink", "nvlink.check_down", "nvlink.all_inactive")
 FABRIC_CLAIMS = ("fabricmanager.stopped", "fabricmanager.aborted", "fabricmanager.error")
 FACTS = (
     "gpu.product_without_nvlink",
