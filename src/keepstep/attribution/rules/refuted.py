@@ -202,7 +202,9 @@ def side_process(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     killed = of(events, "k8s.oom_killed")
     own = all(any(f"{n} OOMKilled" in e.evidence.text for n in names) and e.count == 1 for e in killed)
-    if not own or _failed(events, catalog, "k8s.oom_killed"):
+    lines = {(e.evidence.path, e.evidence.line) for e in gone}
+    own = own and all((e.evidence.path, e.evidence.line) in lines for e in of(events, "systemd.unit_ended"))
+    if not own or _failed(events, catalog, "k8s.oom_killed", "systemd.unit_ended"):
         return []
     steps = [_steps(events, e) for e in gone]
     made = [s for s in steps if s is not None]

@@ -93,7 +93,7 @@ def refused_of_alike(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not alike or works < LEAST_ALIKE * len(devices):
         return []
     attrs = {"refused": len(devices), "of": works + len(devices)}
-    explains = ["nvrm.not_supported", "nvrm.probe_failed"]
+    explains = ["nvrm.not_supported", "nvrm.probe_failed", "nvrm.probe_routine_failed"]
     return [derive(catalog, "derived.gpu.refused_of_alike", failed[0], attrs=attrs, explains=explains)]
 
 
