@@ -26,7 +26,8 @@ def library_empty(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     works = [e for e in of(events, PROGRESS) if e.node is not None and nodes and e.node not in nodes]
     here = len(nodes) == 1 and (elsewhere or works)
     signature = "derived.driver.library_empty_here" if here else "derived.driver.library_empty"
-    explains = sorted({e.signature for e in without})
+    # That jobs fail there and nowhere else follows from it.
+    explains = sorted({"derived.ledger.follows_node", *(e.signature for e in without)})
     first = next((e for e in empty if _node(e) in nodes), empty[0])
     return [derive(catalog, signature, first, explains=explains, node=_node(first))]
 
