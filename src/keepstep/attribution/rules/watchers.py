@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from keepstep.attribution.current import PROGRESS, end_of
@@ -22,8 +23,10 @@ LATE_BY = 2.0
 """Times its limit by which a watcher should have acted."""
 KILLED = ("exit.sigkill", "exit.sigterm", "exit.stopped_from_outside")
 FAILING = ("root", "cascade", "symptom")
+DAY_S = 24 * 3600
 UNSURE = frozenset({"none", "neighbour"})
 MOST = 64
+_CLOCK = re.compile(r"(?<![\d:])(\d\d):(\d\d)(?::(\d\d))?(?![\d:])")
 
 
 def blind(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -37,7 +40,7 @@ def blind(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     made = [max((_made(claim, s) for s in steps), default=0.0) for claim in late]
     if not all(made):
         return []
-    attrs = {"steps": int(made[0]), "seconds": _seconds(late[0])}
+    attrs = {"steps": int(made[0]), "seconds": round(_seconds(late[0]))}
     explains = sorted(known & {e.signature for e in events})
     return [derive(catalog, "derived.watcher.blind", late[0], attrs=attrs, explains=explains, placed=False)]
 
@@ -74,15 +77,20 @@ def silent(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     if any(_fails(e, catalog) for e in events) or of(events, "job.finished_rank", "job.train_ended", "job.ended_well"):
         return []
-    ends = [end_of(s).time_ns for s in of(events, PROGRESS)[:MOST]]
-    last, now = max((t for t in ends if t is not None), default=None), told[-1].time_ns
-    if last is None or now is None:
+    still = _still_s(told[-1])
+    if still is None or still < LATE_BY * max(limits) or not of(events, PROGRESS):
         return []
-    still = (now - last) / SECOND_NS
-    if still < LATE_BY * max(limits):
-        return []
-    attrs = {"seconds": still, "limit": max(limits)}
+    attrs = {"seconds": round(still), "limit": round(max(limits))}
     return [derive(catalog, "derived.watcher.silent", told[-1], attrs=attrs, placed=False)]
+
+
+def _still_s(told: Event) -> float | None:
+    """Seconds between the time of a remark and the one that it names; both are of one clock and within a day."""
+    times = [int(h) * 3600 + int(m) * 60 + int(s or 0) for h, m, s in _CLOCK.findall(told.evidence.text[:400])]
+    since = _CLOCK.search(str(told.attrs.get("since")))
+    if len(times) != 2 or since is None:
+        return None
+    return float((times[0] - times[1]) % DAY_S)
 
 
 def _limit(event: Event) -> float:

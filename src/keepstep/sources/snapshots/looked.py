@@ -20,7 +20,7 @@ _INACTIVE = re.compile(
     r"\bnvidia-smi\s+nvlink\s+(?:-s|--status)\b[^|\n]{0,40}\|\s*grep\s+(?:-\w+\s+)*-\w*c\w*\s+(?:-\w+\s+)*[\"']?(?i:in-?active)"
 )
 _WATCHER = re.compile(
-    r"\bgrep\s+(?:-\w+\s+)*-\w*c\w*\s[^|\n]{0,200}?(?P<log>[\w./-]*(?i:monitor|watchdog|watcher|hang|heartbeat)[\w.-]*\.(?:log|txt|out|err))\s*\Z"
+    r"\bgrep\s+(?:-\w+\s+)*-\w*c\w*\s(?:'[^'\n]{0,100}'|\"[^\"\n]{0,100}\"|[^|\n'\"]){0,200}?(?P<log>[\w./-]*(?i:monitor|watchdog|watcher|hang|heartbeat)[\w.-]*\.(?:log|txt|out|err))\s*\Z"
 )
 _PROMPT = re.compile(r"(?:^|\s)(?:(?P<node>[a-zA-Z][\w.-]{0,80}) )?\$ (?P<command>nvidia-smi nvlink [^\n]{1,300})\Z")
 _NUMBER = re.compile(r"\s*(?P<n>\d{1,6})\s*\Z")
