@@ -18,6 +18,7 @@ from keepstep.sources.snapshots import (
     counted,
     counter_columns,
     dcgm,
+    looked,
     lspci,
     machine,
     ncclras,
@@ -51,6 +52,7 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("bandwidth test", bandwidth.parse),
     ("scheduler records", scheduler_records),
     ("counted", counted.parse),
+    ("looks at a monitor's claim", looked.parse),
     ("table", tables.parse),
     ("pace", pace.parse),
 )

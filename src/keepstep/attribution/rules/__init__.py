@@ -18,6 +18,8 @@ from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.comparisons import COMPARISON_RULES
 from keepstep.attribution.rules.descriptions import DESCRIPTION_RULES
 from keepstep.attribution.rules.endings import ENDING_RULES
+from keepstep.attribution.rules.exits import EXIT_RULES
+from keepstep.attribution.rules.fewlinks import FEW_LINK_RULES
 from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
@@ -26,6 +28,7 @@ from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
 from keepstep.attribution.rules.monitors import came_up, latched
 from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
+from keepstep.attribution.rules.nowdue import NOW_DUE_RULES
 from keepstep.attribution.rules.outside import OUTSIDE_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
 from keepstep.attribution.rules.refuted import REFUTED_RULES
@@ -35,6 +38,7 @@ from keepstep.attribution.rules.scheduler import SCHEDULER_RULES
 from keepstep.attribution.rules.standing import STANDING_RULES
 from keepstep.attribution.rules.stragglers import stragglers
 from keepstep.attribution.rules.versions import VERSION_RULES
+from keepstep.attribution.rules.watchers import WATCHER_RULES
 from keepstep.attribution.rules.xid import degrading, xids
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -72,6 +76,10 @@ RULES: tuple[Rule, ...] = (
     *COMPARISON_RULES,
     *STANDING_RULES,
     *REFUTED_RULES,
+    *EXIT_RULES,
+    *FEW_LINK_RULES,
+    *WATCHER_RULES,
+    *NOW_DUE_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)

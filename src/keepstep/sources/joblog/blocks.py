@@ -13,6 +13,7 @@ from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 from keepstep.sources.documents import Document
 from keepstep.sources.joblog import beats, calls, calltables, cycles, elastic, exceptions, repeats, stacks
+from keepstep.sources.snapshots import looked
 
 Reader = Callable[[Document, Catalog], Iterator[Event]]
 
@@ -34,6 +35,7 @@ BLOCK_READERS: tuple[BlockReader, ...] = (
     BlockReader("repeated checks", repeats.TRIGGERS, repeats.read_repeats),
     BlockReader("stacks", stacks.TRIGGERS, stacks.read_stacks),
     BlockReader("cycle summaries", cycles.CYCLE_TRIGGERS, cycles.read_cycles),
+    BlockReader("looks at links", looked.LOOK_TRIGGERS, looked.read_looks),
     BlockReader("dump listing", cycles.DUMP_TRIGGERS, cycles.read_dump_listing),
 )
 

@@ -15,7 +15,7 @@ from keepstep.records.event import Event
 from keepstep.sources.documents import Document, Line
 from keepstep.sources.snapshots.fields import BY_QUERY, IDENTITY
 from keepstep.sources.snapshots.gpu_health import gpu_events, process_event
-from keepstep.sources.snapshots.making import LINE_LIMIT, lines_of
+from keepstep.sources.snapshots.making import LINE_LIMIT, gpu_named, index_of, lines_of, make
 from keepstep.sources.snapshots.samples import Building, GpuSample, named
 
 _UNIT = re.compile(r"\s*\[[^\]]*\]\s*\Z")
@@ -35,6 +35,8 @@ class Row(NamedTuple):
 
 def parse(document: Document, catalog: Catalog) -> list[Event] | None:
     """Events of all rows; None when no header of nvidia-smi was found."""
+    if (idle := _no_process(document)) is not None:
+        return [make(catalog, "gpu.no_process", document, idle, gpu=gpu_named(index=index_of(document)))]
     if "," not in document.title and not any("," in line.text for line in lines_of(document)):
         return None
     rows = read(document)
@@ -49,6 +51,17 @@ def parse(document: Document, catalog: Catalog) -> list[Event] | None:
             gpu = named(None, _identity(row.cells))
             events.append(process_event(catalog, document, row.line, int(pid[:10]), used, gpu))
     return events
+
+
+def _no_process(document: Document) -> Line | None:
+    """The line that shows that a question for processes was answered with none: the header alone, or the next prompt."""
+    asked = _QUERY.search(document.title)
+    if asked is None or asked["what"] != "compute-apps" or "|" in document.title:
+        return None
+    lines = [line for line in lines_of(document) if line.text.strip()]
+    said = [line for line in lines if line.text.strip() not in ("$", "#")]
+    empty = not said or (len(said) == 1 and "pid" in _columns([c.strip() for c in said[0].text.split(",")]))
+    return lines[0] if lines and empty else None
 
 
 def read(document: Document) -> list[Row]:
