@@ -123,6 +123,7 @@ def test_titles_use_only_groups_that_the_patterns_can_give() -> None:
     for entry in with_patterns():
         groups = {name for pattern in entry.pattern for name in re2.compile(pattern).groupindex}
         assert set(re.findall(r"\{(\w+)\}", entry.title)) <= groups, entry.id
+        assert re.search(r"\{\w*[^\w}]", entry.title) is None, f"{entry.id}: fields are filled as they are, without a format"
 
 
 def test_an_action_is_never_one_that_the_entry_rules_out() -> None:
