@@ -14,10 +14,12 @@ from keepstep.sources.documents import Document
 from keepstep.sources.ownrecords import OWN_RECORD, parse_own_records
 from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
+    answers,
     bandwidth,
     counted,
     counter_columns,
     dcgm,
+    losses,
     lspci,
     machine,
     ncclras,
@@ -51,6 +53,8 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("bandwidth test", bandwidth.parse),
     ("scheduler records", scheduler_records),
     ("counted", counted.parse),
+    ("answers", answers.parse),
+    ("losses", losses.parse),
     ("table", tables.parse),
     ("pace", pace.parse),
 )
