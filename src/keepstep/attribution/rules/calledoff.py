@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.attribution.current import end_of
-from keepstep.attribution.order import canonical
+from keepstep.attribution.order import canonical, gap_s
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import before, number, of
 from keepstep.attribution.rules.monitors import HEALTH
@@ -17,6 +17,9 @@ MOST = 64
 FAILING = ("root", "cascade", "symptom")
 RECORDS = ("monitor.cancelled_as_done", "monitor.still_cordoned", "k8s.node_cordoned", "fact.alarm", "condition.")
 """Beginnings of signatures of what a controller notes."""
+NEAR_S = 300.0
+NEAR_LINES = 3
+"""How far a cancellation may be from the health that it follows: later something else may have come between."""
 
 
 def called_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -28,7 +31,7 @@ def called_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     failed = [e for e in events if catalog[e.signature].role in FAILING and e.severity != "info"]
     if any(not e.signature.startswith(RECORDS) for e in failed):
         return []  # what the kernel, a device or the job said is not called off
-    if not all(any(_of_one(h, c) and before(h, c) for h in health) for c in cancelled):
+    if not all(any(_of_one(h, c) and _follows(h, c) for h in health) for c in cancelled):
         return []
     first = min(health, key=canonical)
     held = [e for e in events if e.signature.startswith(RECORDS) and e not in cancelled]
@@ -39,6 +42,14 @@ def called_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 
 def _of_one(one: Event, other: Event) -> bool:
     return one.node is None or other.node is None or one.node == other.node
+
+
+def _follows(health: Event, cancelled: Event) -> bool:
+    """Whether a cancellation came right after a sign of health."""
+    gap = gap_s(end_of(health), cancelled)
+    if gap is not None and gap > 0:
+        return gap <= NEAR_S and before(health, cancelled)
+    return before(health, cancelled) and 0 < cancelled.order - end_of(health).order <= NEAR_LINES
 
 
 def _lines(events: Sequence[Event]) -> set[tuple[str, int]]:
@@ -61,7 +72,9 @@ def application_code(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     others = (e for e in events if id(e) not in own and (e.evidence.path, e.evidence.line) not in said)
     if any(catalog[e.signature].role in FAILING and e.signature != "monitor.still_cordoned" for e in others):
         return []
-    if distinct_gpus(x.event for x in found) > 1 or len(programs(found)) > 1 or of(events, "fact.hang_told"):
+    # One event stands for several sightings, which may be of several programs.
+    many = len(programs(found)) > 1 or any(x.event.count > 1 for x in found)
+    if many or distinct_gpus(x.event for x in found) > 1 or of(events, "fact.hang_told"):
         return []
     last = max((end_of(e) for e in (*taken, *(x.event for x in found))), key=lambda e: e.evidence.line or 0)
     return [derive(catalog, "derived.plugin.application_code", last, placed=False)]

@@ -19,7 +19,6 @@ CLAIMS = (
     "nccl.ib_device_gone",
     "nccl.transport",
     "cuda.no_device",
-    "nccl.socket_fallback",
 )
 """What a job says that was not given a device."""
 _INSIDE = re.compile(
@@ -30,7 +29,7 @@ _OUTSIDE = re.compile(r"(?i)# in the host\b|\b(?:lspci|ibstat|ibv_devices)\b")
 
 def not_passed_in(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A device that is not there in a container and is there on its host, and a job that found none."""
-    claims = of(events, *CLAIMS)[:MOST]
+    claims = [e for e in of(events, *CLAIMS)[:MOST] if e.attrs.get("net") in (None, "Socket")]
     present = {str(e.attrs.get("device")) for e in of(events, "container.device_present")[:MOST] if _on_host(e)}
     for event in of(events, "container.device_absent")[:MOST]:
         device = str(event.attrs.get("device"))
@@ -58,8 +57,8 @@ def stranger_connected(events: Sequence[Event], catalog: Catalog) -> list[Event]
     peers = {str(e.attrs.get("peer") or "").partition("<")[0].strip("[]") for e in closed}
     for peer in peers:
         known = names.get(peer, set())
-        # A machine has a name for each of its networks: n1, n1-ib0.
-        near = any(_short(n) == m or _short(n).startswith((f"{m}-", f"{m}_")) for n in known for m in members)
+        # A machine has a name for each of its networks: n1, n1-ib0, ib-n1.
+        near = any(m in _short(n) for n in known for m in members)
         if not known or peer in members or near:
             return []
     attrs = {"peer": min(peers), "name": min(names[min(peers)])}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import number, of
+from keepstep.attribution.rules.jobfacts import before, number, of
 from keepstep.attribution.rules.resumes import SECOND_LIVES
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -84,7 +84,7 @@ def _place(event: Event) -> str | None:
 def raid_degraded(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A disk that the kernel has put out of an array; whether a job is on the machine decides what to do."""
     failed = of(events, "md.member_failed")[:MOST]
-    if not failed:
+    if not failed or any(not before(e, failed[-1]) for e in of(events, "md.recovered")):
         return []
     states = of(events, "command.node_state")[:MOST]
     own = [s for s in states if failed[0].node in (None, s.node)]
