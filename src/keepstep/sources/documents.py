@@ -12,7 +12,7 @@ from typing import NamedTuple
 from keepstep.records.event import TimeQuality
 from keepstep.sources import facts
 from keepstep.sources.clocks import Clock, Said, Timed, boot_times, first_full, near_time, zone_offset_ns
-from keepstep.sources.names import Hints, of_path, of_prompt, of_title
+from keepstep.sources.names import Hints, is_node, of_path, of_prompt, of_title
 from keepstep.sources.prefixes import Habits, Prefixed, Stream, habits_of, strip
 from keepstep.sources.terminal import clean
 from keepstep.sources.transports import Record, export_records, is_export, json_time, open_record
@@ -115,9 +115,13 @@ def starts_launchers(text: str) -> bool:
 _SECTION = re.compile(r"==> (?P<name>.{1,500}?) <==\s*$")
 _BANNER = re.compile(r"(?:={3,}|#{3,}|-{5,}) *\[?(?P<name>[^=#\s][^=#]{0,200}?)\]? *(?:={3,}|#{3,}|-{5,})\s*$")
 _PROMPT = re.compile(
-    r"(?:\([\w.-]{1,40}\) )?(?P<prompt>\[[\w.-]+@[^\]]{1,200}\]|[\w.-]{1,64}@[\w.-]{1,253}(?::[^\s$#]{0,200})?)? ?"
+    r"(?:\((?P<env>[\w.-]{1,40})\) )?(?P<prompt>\[[\w.-]+@[^\]]{1,200}\]|[\w.-]{1,64}@[\w.-]{1,253}(?::[^\s$#]{0,200})?)? ?"
     r"(?P<sign>[$#]) (?P<name>[A-Za-z./~_][^\n]{0,500})$"
 )
+_BARE_PROMPT = re.compile(r"(?P<node>[A-Za-z][\w.-]{0,60}) \$ (?P<name>[A-Za-z./~_][^\n]{0,500})$")
+"""A machine's name alone before the sign: `worker-17 $ cat /proc/mdstat`."""
+_PLACES = frozenset({"container", "pod", "docker", "host"})
+"""What people write in brackets before a prompt to say where they are; else it is a Python environment."""
 _FILE_LIKE = re.compile(r"[\w./:@-]+\.(?:log|txt|out|err|json|jsonl|yaml|yml|csv|conf|dmesg)(?:\.\d+|\.gz)?$|/")
 _COMMAND_NAMES = """
 dmesg journalctl nvidia-smi dcgmi ibstat ibstatus iblinkinfo ibdiagnet ibqueryerrors perfquery mlxlink mlxconfig
@@ -190,13 +194,23 @@ def section_title(raw: str) -> tuple[str, Hints] | None:
         return None
     match = _PROMPT.match(raw)
     if match is None:
-        return None
+        return _bare_prompt(raw)
     command = match["name"].strip()
+    if match["env"] in _PLACES:
+        command = f"{command}  # in the {match['env']}"
     if not match["prompt"] and match["sign"] == "#" and not _is_command(command):
         return None
     hints = of_title(command)
     node = of_prompt(match["prompt"]) if match["prompt"] else None
     return command, hints._replace(node=hints.node or node, pod=None, rank=None)
+
+
+def _bare_prompt(raw: str) -> tuple[str, Hints] | None:
+    match = _BARE_PROMPT.match(raw)
+    if match is None or not is_node(match["node"]) or not _is_command(match["name"]):
+        return None
+    hints = of_title(match["name"].strip())
+    return match["name"].strip(), hints._replace(node=hints.node or match["node"], pod=None, rank=None)
 
 
 def _is_command(text: str) -> bool:

@@ -14,11 +14,13 @@ from keepstep.sources.documents import Document
 from keepstep.sources.ownrecords import OWN_RECORD, parse_own_records
 from keepstep.sources.scheduler.parse import parse as scheduler_records
 from keepstep.sources.snapshots import (
+    answers,
     bandwidth,
     counted,
     counter_columns,
     dcgm,
     looked,
+    losses,
     lspci,
     machine,
     ncclras,
@@ -53,6 +55,8 @@ PARSERS: tuple[tuple[str, Parser], ...] = (
     ("scheduler records", scheduler_records),
     ("counted", counted.parse),
     ("looks at a monitor's claim", looked.parse),
+    ("answers", answers.parse),
+    ("losses", losses.parse),
     ("table", tables.parse),
     ("pace", pace.parse),
 )

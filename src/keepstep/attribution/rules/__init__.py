@@ -13,6 +13,7 @@ from keepstep.attribution.rules.aftermath import AFTERMATH_RULES
 from keepstep.attribution.rules.again import AGAIN_RULES
 from keepstep.attribution.rules.alone import ALONE_RULES
 from keepstep.attribution.rules.buckets import bucket_order
+from keepstep.attribution.rules.calledoff import CALLED_OFF_RULES
 from keepstep.attribution.rules.checkpoints import CHECKPOINT_RULES
 from keepstep.attribution.rules.common_cause import common_cause
 from keepstep.attribution.rules.comparisons import COMPARISON_RULES
@@ -23,6 +24,7 @@ from keepstep.attribution.rules.fewlinks import FEW_LINK_RULES
 from keepstep.attribution.rules.folders import FOLDER_RULES
 from keepstep.attribution.rules.gpu_levels import gpu_levels
 from keepstep.attribution.rules.job import JOB_RULES
+from keepstep.attribution.rules.launched import LAUNCHED_RULES
 from keepstep.attribution.rules.libraries import library_empty
 from keepstep.attribution.rules.links import links
 from keepstep.attribution.rules.machine_relations import MACHINE_RELATION_RULES, quoted_code_over
@@ -31,6 +33,7 @@ from keepstep.attribution.rules.noparts import NO_PART_RULES, settled
 from keepstep.attribution.rules.nowdue import NOW_DUE_RULES
 from keepstep.attribution.rules.outside import OUTSIDE_RULES
 from keepstep.attribution.rules.ownstacks import late_ranks
+from keepstep.attribution.rules.parts import PART_RULES
 from keepstep.attribution.rules.refuted import REFUTED_RULES
 from keepstep.attribution.rules.relations import RELATION_RULES
 from keepstep.attribution.rules.resumes import RESUME_RULES
@@ -80,6 +83,9 @@ RULES: tuple[Rule, ...] = (
     *FEW_LINK_RULES,
     *WATCHER_RULES,
     *NOW_DUE_RULES,
+    *CALLED_OFF_RULES,
+    *LAUNCHED_RULES,
+    *PART_RULES,
     common_cause,
 )
 PAST_RULES: tuple[PastRule, ...] = (degrading, quoted_code_over, settled)

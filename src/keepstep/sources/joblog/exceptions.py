@@ -26,6 +26,9 @@ HEADLESS_LINES = 6
 MAX_BLOCK_LINES = 4000
 """Lines of one traceback. A longer one is given up: it is no traceback."""
 
+NO_EXCEPTIONS = frozenset({"XidCriticalError"})
+"""What ends like a name of an exception and is a message of a program that is not Python: NVIDIA's device plugin."""
+
 TRIGGERS = ("Traceback (most recent call last)", "Error: ", "Exception: ", "Interrupt", "Error\n", "exit code")
 """One of these is in every text that this reader finds anything in."""
 
@@ -190,7 +193,7 @@ def _between(writer: _Writer, line: Line) -> Iterator[tuple[list[Raised], bool]]
             yield from _flush(writer)
     if "Error: " in text or "Exception: " in text or "Interrupt: " in text:
         match = _BARE.match(_without_bars(text)[:4000])
-        if match is not None:
+        if match is not None and match["type"] not in NO_EXCEPTIONS:
             yield from _flush(writer)
             yield [Raised(match["type"], match["message"].strip(), (), line, line)], False
 
