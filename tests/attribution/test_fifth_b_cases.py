@@ -22,6 +22,7 @@ NOT_YET = frozenset(
         "vr10",  # calm, without a class: what was killed speaks for another
         "vr11",  # a dead rank: the words lean to a class
         "vr20",  # as vr11
+        "vs15",  # as vr11
         "vr21",  # as v42
         "vr25",  # the machine is named in a section around a command's own
         "vr36",  # nobody complains: a table of a counter that stands still is no alarm
