@@ -31,7 +31,7 @@ train eval mlx rocep ibp eth ens enp eno bond
 """
 _COUNTED = frozenset(_COUNTED_WORDS.split())
 """Words before a number that is not part of a machine's name."""
-_NAME_SHAPE = re.compile(r"[A-Za-z][A-Za-z]*(?:[-.]?[A-Za-z]+)*[-.]?\d[A-Za-z0-9]*(?:[-.][A-Za-z0-9]+)*")
+_NAME_SHAPE = re.compile(r"[A-Za-z]+(?:[-.][A-Za-z]+)*[-.]?\d[A-Za-z0-9]*(?:[-.][A-Za-z0-9]+)*")
 
 
 class Hints(NamedTuple):

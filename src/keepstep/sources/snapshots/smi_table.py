@@ -27,11 +27,11 @@ _SECOND = re.compile(
     r"(?P<power>[\d.]+W|N/A|ERR!)\s*/\s*(?P<limit>[\d.]+W|N/A|ERR!)"
 )
 _MEMORY = re.compile(r"(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB")
-_USED = re.compile(r"\|\s*(?P<util>\d+%|N/A|ERR!)\s+(?P<mode>[\w. ]+?)\s*\|\s*\Z")
+_USED = re.compile(r"\|\s*+(?P<util>\d+%|N/A|ERR!)\s++(?P<mode>[\w.]+(?: [\w.]+)*)\s*+\|\s*\Z")
 _PROCESS = re.compile(
     r"\|\s*(?P<gpu>\d{1,3})\s+(?:\S+\s+\S+\s+)?(?P<pid>\d{1,10})\s+(?P<type>[CGM+]{1,5})\s+(?P<name>\S.*?)\s+(?P<used>\d+MiB)\s*\|"
 )
-_GONE = re.compile(r"\|\s*(?P<index>\d{1,3})?\s*.*\bERR!.*\|")
+_GONE = re.compile(r"\|\s*+(?P<index>\d{1,3})?.*\bERR!.*\|")
 _DATE = re.compile(r"(?P<date>[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\s*\Z")
 _WORDS = ("MiB /", "NVIDIA-SMI", "ERR!", "MiB |")
 
