@@ -209,3 +209,24 @@ def test_years_of_a_log_that_goes_forward_do_not_go_back(gaps_s: list[int], star
 def yearless(ns: int) -> int:
     moment = datetime.datetime.fromtimestamp(ns // SECOND_NS, tz=datetime.UTC)
     return int(moment.replace(year=2000).timestamp()) * SECOND_NS
+
+
+@given(st.integers(0, 24 * 3600 - 1), st.integers(0, 24 * 3600 - 1), st.integers(1, 10 * 3600))
+def test_sections_with_times_of_day_alone_stay_in_order_whenever_the_file_was_written(
+    written_s: int, begin_s: int, later_s: int
+) -> None:
+    """Two commands in one paste, the second some hours after the first: the day is taken for both together."""
+
+    def clock(second: int) -> str:
+        return f"{second // 3600 % 24:02d}:{second // 60 % 60:02d}:{second % 60:02d}"
+
+    text = f"{clock(begin_s)} trainer: saving\n$ cat other.log\n{clock(begin_s + later_s)} trainer: timed out\n"
+    latest = NOON - 12 * 3600 * SECOND_NS + written_s * SECOND_NS
+    first, last = (
+        line.time_ns
+        for document in split("x.log", text, Origin(latest_ns=latest))
+        for line in document.lines
+        if line.time_quality == "year_assumed"
+    )
+    assert first is not None and last is not None and last - first == later_s * SECOND_NS
+    assert first <= latest + 12 * 3600 * SECOND_NS

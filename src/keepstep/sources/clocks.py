@@ -14,6 +14,8 @@ QUARTER_NS = 900 * SECOND_NS
 TURN_NS = 90 * SECOND_NS
 """Two lines that follow each other in one stream are seldom further apart, when the writer is busy."""
 
+ZONES_NS = 12 * 3600 * SECOND_NS
+"""A clock without day and zone may be ahead of UTC by so much; more would put yesterday evening's lines on tomorrow."""
 RESTART_NS = 60 * SECOND_NS
 """The kernel's clock that goes back by more than this is the clock of another boot."""
 
@@ -120,15 +122,15 @@ class Clock:
         if known is None:
             return None
         day = (known + self._zone_ns) // DAY_NS
-        return self._choose([(day + shift) * DAY_NS + ns - self._zone_ns for shift in (-1, 0, 1)])
+        return self._choose([(day + shift) * DAY_NS + ns - self._zone_ns for shift in (-1, 0, 1)], ZONES_NS)
 
-    def _choose(self, choices: Sequence[int]) -> int:
-        """The one nearest to a known time; else the last that is not later than the file, give or take a day of zones."""
+    def _choose(self, choices: Sequence[int], slack_ns: int = DAY_NS) -> int:
+        """The one nearest to a known time; else the last that is not later than the file, but for the zones."""
         if self.near_ns is not None:
             near = self.near_ns
             return min(choices, key=lambda t: abs(t - near))
         latest = self._latest_ns or 0
-        return max((t for t in choices if t <= latest + DAY_NS), default=choices[0])
+        return max((t for t in choices if t <= latest + slack_ns), default=choices[0])
 
 
 def first_full(said_by_lines: Iterable[Said]) -> int | None:
@@ -149,6 +151,14 @@ def near_time(said_by_lines: Iterable[Said], around_ns: int | None, latest_ns: i
         if dated is None and stamp is not None and stamp.kind == "yearless":
             dated = stamp
     return None if dated is None else Clock(around_ns, latest_ns).resolve(Said(dated)).time_ns
+
+
+def first_clock(said_by_lines: Iterable[Said], around_ns: int | None, latest_ns: int | None) -> int | None:
+    """The first time of day, on the day that it has next to a known time: the whole text is of about that day."""
+    for said in said_by_lines:
+        if said.stamp is not None and said.stamp.kind == "clock":
+            return Clock(around_ns, latest_ns).resolve(Said(said.stamp)).time_ns
+    return None
 
 
 def zone_offset_ns(said_by_lines: Sequence[Said]) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from keepstep.records.event import TimeQuality
 from keepstep.sources import facts
-from keepstep.sources.clocks import Clock, Said, Timed, boot_times, first_full, near_time, zone_offset_ns
+from keepstep.sources.clocks import Clock, Said, Timed, boot_times, first_clock, first_full, near_time, zone_offset_ns
 from keepstep.sources.names import Hints, is_node, of_path, of_prompt, of_title
 from keepstep.sources.prefixes import Habits, Prefixed, Stream, habits_of, strip
 from keepstep.sources.terminal import clean
@@ -284,6 +284,9 @@ def _near_times(stripped: Sequence[_Stripped], origin: Origin) -> list[int | Non
     for one, stamp in zip(stripped, titled, strict=True):
         own = near_time(one.said(), around, origin.latest_ns)
         near.append(stamp.ns if own is None and stamp is not None and stamp.kind in ("utc", "local") else own)
+    if all(n is None for n in near):
+        told = (said for one in stripped for said in one.said())
+        return [first_clock(told, origin.near_ns, origin.latest_ns)] * len(near)
     for i in range(1, len(near)):
         near[i] = near[i - 1] if near[i] is None else near[i]
     for i in range(len(near) - 2, -1, -1):

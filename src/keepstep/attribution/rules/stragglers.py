@@ -107,7 +107,9 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
     if rotates(worst):
         return [derive(catalog, "derived.straggler.rotating", event, attrs={"worst": worst[-20:]}, placed=False)]
     medians = {name: statistics.median(points) for name, points in measured.items()}
-    bad = [one for one in _bad(kind, medians) if _measured_alike(one.name, measured)]
+    usual = statistics.median(len(points) for points in measured.values())
+    # Who has far more samples than its peers does, or reports, what they do not, and is no peer of theirs.
+    bad = [one for one in _bad(kind, medians) if len(measured[one.name]) <= MORE_SAMPLES * usual]
     if not bad:
         return _drift(event, kind, measured, catalog)
     constant = always(worst)
@@ -124,12 +126,6 @@ def _of_series(event: Event, catalog: Catalog) -> list[Event]:
         }
         found.append(_placed(catalog, signature, event, one.name, attrs))
     return found
-
-
-def _measured_alike(name: str, measured: Mapping[str, Sequence[float]]) -> bool:
-    """Whether one has not far more samples than its peers: then it does, or reports, what they do not, and is no peer of theirs."""
-    others = [len(points) for other, points in measured.items() if other != name]
-    return not others or len(measured[name]) <= MORE_SAMPLES * statistics.median(others)
 
 
 def _bad(kind: str, medians: Mapping[str, float]) -> list[Standing]:
