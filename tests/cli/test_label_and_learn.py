@@ -149,6 +149,8 @@ class TestLearn:
     def test_a_file_is_not_replaced_unasked_and_a_broken_label_is_named(self, home: Path) -> None:
         (home / "there.toml").write_text("")
         assert "--force replaces it" in invoke("learn", "--write", home / "there.toml").output
+        nowhere = invoke("learn", "--write", home / "none" / "there.toml")
+        assert (nowhere.exit_code, "there is no folder" in nowhere.output) == (2, True)
         labels = home / "runs/run-2/incidents/labels"
         labels.mkdir()
         (labels / "INC-0001.json").write_text("{")

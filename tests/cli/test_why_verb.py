@@ -70,6 +70,14 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
+def test_times_of_day_on_standard_input_have_a_day() -> None:
+    # As in a file that was written now; without one, steps after a complaint could not be told from steps before it.
+    done = why(
+        "-", "-o", "json", stdin="10:00:10 kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+    )
+    assert json.loads(done.stdout)["first_cause"]["time"][10:19] == "T10:00:10"
+
+
 class TestVerdict:
     def test_a_current_fault_exits_3_with_all_fields_of_the_contract(self, kernel: Path) -> None:
         done = why(str(kernel), "-o", "json")

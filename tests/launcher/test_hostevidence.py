@@ -44,6 +44,7 @@ from keepstep.launcher.health.hostevidence import (
 )
 from keepstep.records.codec import from_json
 from keepstep.records.event import Event
+from keepstep.sources.live import ibsysfs
 from keepstep.sources.reading import read_paths
 from tests.launcher.fake_nvml import FakeGpu, FakeNvml
 
@@ -218,6 +219,20 @@ class TestPorts:
         assert event.nic == "mlx5_0" and event.evidence.path.endswith("ports.json") and event.time_ns is not None
         verdict = attribute(read_paths([str(tmp_path / "e")], shipped()).events, shipped())
         assert (verdict.fault_class, verdict.first_cause is not None) == ("fabric", True)
+
+    def test_counters_that_may_not_be_read_are_not_asked_again(
+        self, tmp_path: Path, port: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        def denied(place: Path) -> dict[str, int]:
+            asked.append(place)
+            raise PermissionError
+
+        monkeypatch.setattr(ibsysfs, "_counters", denied)
+        self.collected(tmp_path / "e", snapshot())
+        assert asked == [port]
+        assert json.loads((tmp_path / "e" / "ports.json").read_bytes())["end"]["mlx5_0/1"]["counters"] == {}
 
     def test_counters_that_stood_still_say_nothing(self, tmp_path: Path, port: Path) -> None:
         self.collected(tmp_path / "e", snapshot())

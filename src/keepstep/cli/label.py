@@ -76,21 +76,7 @@ def label(
     what += "" if remove else f" (the verdict said {said})"
     if not dry_run:
         confirm(what, yes)
-        path = label_path(folder, incident)
-        if fault_class is None:
-            path.unlink()
-        else:
-            path.parent.mkdir(exist_ok=True)
-            made = Label(
-                incident=incident,
-                run_id=str(record["run_id"]),
-                fault_class=fault_class,
-                said=said,
-                reason=reason,
-                by=str(record["by"]),
-                time=rfc3339(time.time_ns()),
-            )
-            write_durable(path, to_pretty_json(made))
+        _perform(folder, incident, record)
     text = f"{'would' if dry_run else record['id'] + ':'} {what}\nundo: {record['undo']}"
     emit(
         record,
@@ -98,6 +84,25 @@ def label(
         table=lambda console, _: console.print(text, markup=False, soft_wrap=True),
         name=lambda r: str(r["id"]),
     )
+
+
+def _perform(folder: Path, incident: str, record: dict[str, Any]) -> None:
+    """Write the label that the record of the action tells, or take it away."""
+    path = label_path(folder, incident)
+    if record["class"] is None:
+        path.unlink()
+        return
+    path.parent.mkdir(exist_ok=True)
+    made = Label(
+        incident=incident,
+        run_id=record["run_id"],
+        fault_class=record["class"],
+        said=record["said"],
+        reason=record["reason"],
+        by=record["by"],
+        time=rfc3339(time.time_ns()),
+    )
+    write_durable(path, to_pretty_json(made))
 
 
 def _class_said(folder: Path, incident: str) -> str:

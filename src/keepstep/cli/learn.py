@@ -46,6 +46,8 @@ def learn(runs: tuple[str, ...], write: Path | None, force: bool, output: str) -
 
     if write is not None and write.exists() and not force:
         raise ConfigError(f"{write} is there already; --force replaces it")
+    if write is not None and not write.absolute().parent.is_dir():
+        raise ConfigError(f"--write {write}: there is no folder {write.parent}; make it first")
     # What was learned before is no argument for itself: the file that is written anew is not read.
     files = [f for f in site_files(keepstep_home()) if write is None or f.resolve() != write.resolve()]
     catalog = load(files)

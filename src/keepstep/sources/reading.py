@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +111,8 @@ def read_paths(
         if name == STDIN:
             _read_files(whole, waiting, runs, jobs)
             waiting = []
-            read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path("")))
+            # What is piped in is read as a file that was written now: times without a day are of today or yesterday.
+            read_stream(whole, sys.stdin.buffer, STDIN, Origin(of_path(""), time.time_ns()))
             continue
         top = runfolder.folder_of(Path(name))
         if top is not None and top not in runs:

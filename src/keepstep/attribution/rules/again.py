@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical, compare
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import before, number, of, waits
+from keepstep.attribution.rules.jobfacts import FAILING, before, number, of, waits
 from keepstep.attribution.worked import worked
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -20,7 +20,6 @@ TIMES = 2
 LIVES = ("ckpt.attempt", "launcher.cycle", "ckpt.resumed", "job.started", "elastic.restarting", "slurm.job_requeued")
 LINK_KINDS = frozenset({"collective.abort", "collective.timeout", "nccl.error", "nic.link", "derived.transport"})
 _ATTEMPT = re.compile(r"(?i)\b(?:attempt|restart|cycle|incarnation)[ =#:_]{0,2}(?P<number>\d{1,6})\b")
-FAILING = ("root", "cascade", "symptom")
 STRONG = 1.5
 """Weight from which on a root is a cause of its own."""
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import canonical, gap_s
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import before, number, of
+from keepstep.attribution.rules.jobfacts import FAILING, before, number, of
 from keepstep.attribution.rules.monitors import HEALTH
 from keepstep.attribution.rules.xid import APPLICATION, TEARDOWN, distinct_gpus, programs, read
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 MOST = 64
-FAILING = ("root", "cascade", "symptom")
 RECORDS = ("monitor.cancelled_as_done", "monitor.still_cordoned", "k8s.node_cordoned", "fact.alarm", "condition.")
 """Beginnings of signatures of what a controller notes."""
 NEAR_S = 300.0

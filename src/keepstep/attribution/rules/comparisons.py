@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import WAITS, number, of
+from keepstep.attribution.rules.jobfacts import FAILING, WAITS, number, of
 from keepstep.attribution.rules.resumes import SECOND_LIVES, follows
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -89,7 +89,7 @@ def runs_equal(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     own = {id(e) for e in (*alarms, *equal)}
     others = (catalog[e.signature] for e in events if id(e) not in own)
-    if any(e.role in ("root", "cascade", "symptom") and e.severity in ("error", "fatal") for e in others):
+    if any(e.role in FAILING and e.severity in ("error", "fatal") for e in others):
         return []
     last = max((*alarms, *equal), key=lambda e: e.evidence.line or 0)
     return [derive(catalog, "derived.alarm.runs_equal", last, placed=False)]

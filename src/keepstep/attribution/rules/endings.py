@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from keepstep.attribution.current import PROGRESS
 from keepstep.attribution.order import canonical, compare, same_text
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import before, of, within_s
+from keepstep.attribution.rules.jobfacts import FAILING, before, of, within_s
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -119,7 +119,7 @@ def ended_badly(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not status or not of(events, "torch.group_not_destroyed"):
         return []
     failing = (catalog[e.signature] for e in events)
-    if any(e.role in ("root", "cascade", "symptom") for e in failing):
+    if any(e.role in FAILING for e in failing):
         return []
     return [derive(catalog, "derived.ended_badly", status[-1], attrs={"code": status[-1].attrs.get("code")})]
 
@@ -135,7 +135,7 @@ def good_end(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     zero = [e for e in of(events, "ckpt.exit_status") if e.attrs.get("code") == 0] or of(events, "slurm.job_completed")
     if not finished or len(zero) != 1 or of(events, "job.started", "elastic.restarting", "derived.teardown_error"):
         return []
-    errors = [e for e in events if catalog[e.signature].role in ("root", "cascade", "symptom")]
+    errors = [e for e in events if catalog[e.signature].role in FAILING]
     # `train | tee log` has a status of 0 whatever became of it: what is a cause by itself stays one.
     if not errors or any(catalog[e.signature].role == "root" or e.signature == "slurm.job_failed" for e in errors):
         return []

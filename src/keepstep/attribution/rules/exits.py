@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keepstep.attribution.current import PROGRESS, end_of
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import before, number, of
+from keepstep.attribution.rules.jobfacts import FAILING, before, number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -27,7 +27,6 @@ CRASHES = (
 """How a process ends that fails in its destructors: no exception of the program, no word of a device."""
 SAVES = ("ckpt.committed", "ckpt.tracker", "job.saving")
 RESTARTS = ("job.started", "elastic.restarting", "elastic.membership_changed")
-FAILING = ("root", "cascade", "symptom")
 MOST = 64
 _SAVED = re.compile(r"(?i)\b(?:saved|committed|finali[sz]ed|durable|uploaded)\b")
 _NUMBER = re.compile(r"\d{1,12}")

@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import number, of
+from keepstep.attribution.rules.jobfacts import FAILING, number, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 CLAIMS = ("dcgm.health_nvlink", "condition.dcgm.nvlink", "nvlink.check_down", "gpud.nvlink_unsupported")
 INACTIVE = ("nvlink.inactive", "nvlink.all_inactive", "nvlink.pair_missing")
 NOT_OWN = ("condition.", "monitor.", "k8s.node_", "check.", "fact.", "dcgm.health")
-FAILING = ("root", "cascade", "symptom")
 LINKS = (
     (re.compile(r"\bV100\b"), 6),
     (re.compile(r"\bA[18]00\b"), 12),

@@ -8,9 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from keepstep.attribution.order import SECOND_NS, compare
+from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
 PROGRESS = "job.progress"
+FAILING = ("root", "cascade", "symptom")
+"""Roles of what tells that something failed."""
+OUTSIDE = (
+    "condition.",
+    "check.",
+    "monitor.",
+    "dcgm.health",
+    "probe.",
+    "k8s.node_condition",
+    "k8s.node_cordoned",
+    "sched.lost_task",
+)
+"""Beginnings of signatures of what somebody says from outside."""
 
 WAITS = frozenset(
     {
@@ -46,6 +60,17 @@ class Wait(NamedTuple):
     group: str | None
     numel: tuple[str, str]
     begin_ns: int | None
+
+
+def failed_inside(events: Iterable[Event], catalog: Catalog, *but: str) -> list[Event]:
+    """What failed by the word of the job, the kernel or a device itself. `but`: beginnings of further signatures to leave out."""
+    return [
+        e
+        for e in events
+        if catalog[e.signature].role in FAILING
+        and e.severity != "info"
+        and not e.signature.startswith((*OUTSIDE, *but))
+    ]
 
 
 def number(value: object) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import FAILING
 from keepstep.attribution.rules.peers import finite, outliers
 from keepstep.catalog.counters import Counter, counters
 from keepstep.catalog.load import Catalog
@@ -171,9 +172,7 @@ def _complains(event: Event, catalog: Catalog) -> bool:
     entry = catalog[event.signature]
     if event.signature.startswith("nic.port"):
         return False
-    return entry.role in ("root", "cascade", "symptom") and (
-        entry.weights.get("fabric", 0.0) > 0 or entry.kind.startswith("collective.")
-    )
+    return entry.role in FAILING and (entry.weights.get("fabric", 0.0) > 0 or entry.kind.startswith("collective."))
 
 
 def _rates(events: Sequence[Event], catalog: Catalog) -> list[Event]:

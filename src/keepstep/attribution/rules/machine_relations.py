@@ -11,7 +11,7 @@ from typing import Any
 
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import of
+from keepstep.attribution.rules.jobfacts import FAILING, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -57,11 +57,7 @@ _CODE = re.compile(r"(?i)(?:error ?code|s?xid)\W{0,3}(?P<code>\d{1,4})")
 
 def _failing(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """What failed by the word of the machine or the job themselves."""
-    return [
-        e
-        for e in events
-        if catalog[e.signature].role in ("root", "cascade", "symptom") and not e.signature.startswith(ALARMS)
-    ]
+    return [e for e in events if catalog[e.signature].role in FAILING and not e.signature.startswith(ALARMS)]
 
 
 def alarm_of_check(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -89,8 +85,7 @@ def _complaints(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     return [
         e
         for e in events
-        if e.signature == "fact.alarm"
-        or (e.signature.startswith(ALARMS) and catalog[e.signature].role in ("root", "cascade", "symptom"))
+        if e.signature == "fact.alarm" or (e.signature.startswith(ALARMS) and catalog[e.signature].role in FAILING)
     ]
 
 

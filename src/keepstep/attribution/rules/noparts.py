@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import of
+from keepstep.attribution.rules.jobfacts import FAILING, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -22,7 +22,6 @@ FACTS = (
 NOT_OWN = ("condition.", "monitor.", "k8s.node_", "check.", "fact.")
 """Beginnings of signatures of what others hold against a machine: never a reason to believe them."""
 _NIC = re.compile(r"\b(?:mlx5_\d+|ib\d+|eth\d+|en[ps]\w{2,20}|rocep\w{2,20})\b")
-FAILING_ROLES = ("root", "cascade", "symptom")
 
 
 def no_such_part(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -65,7 +64,7 @@ def _missing_part(events: Sequence[Event]) -> str | None:
 def _speaks(event: Event, catalog: Catalog) -> bool:
     """Whether the machine or the job itself says that something is wrong."""
     entry = catalog[event.signature]
-    return entry.role in FAILING_ROLES and entry.severity != "info" and not event.signature.startswith(NOT_OWN)
+    return entry.role in FAILING and entry.severity != "info" and not event.signature.startswith(NOT_OWN)
 
 
 def settled(live: Sequence[Event], past: Sequence[Event], catalog: Catalog) -> list[Event]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import number, of
+from keepstep.attribution.rules.jobfacts import failed_inside, number, of
 from keepstep.attribution.worked import worked
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -37,25 +37,12 @@ FEW = 3
 STILL_SAMPLES = 8
 IMPOSSIBLE = 1.5
 """Times the limit. Peaks above it last milliseconds and reach 1.2."""
-SAYS = ("condition.", "check.", "monitor.", "dcgm.health", "probe.", "k8s.node_condition", "k8s.node_cordoned")
-"""Beginnings of signatures of what somebody says from outside."""
-
-
-def _failed(events: Sequence[Event], catalog: Catalog, *but: str) -> list[Event]:
-    """What failed by the word of the job, the kernel or a device itself."""
-    return [
-        e
-        for e in events
-        if catalog[e.signature].role in ("root", "cascade", "symptom")
-        and e.severity != "info"
-        and not e.signature.startswith((*SAYS, *but))
-    ]
 
 
 def tool_alone(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A tool's own traceback with nothing else that failed, and nobody who says that the job stands still."""
     raised = of(events, "python.tool_exception")
-    if not raised or of(events, "fact.hang_told") or _failed(events, catalog):
+    if not raised or of(events, "fact.hang_told") or failed_inside(events, catalog):
         return []
     return [derive(catalog, "derived.tool_alone", min(raised, key=canonical), placed=False)]
 
@@ -77,7 +64,7 @@ def probe_outlived(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def slow_for_once(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A complaint about one epoch or step, after which all were alike and fast: the first one, or one among others."""
     complaints = of(events, "fact.slow_complaint")
-    if not complaints or _failed(events, catalog, "slow."):
+    if not complaints or failed_inside(events, catalog, "slow."):
         return []
     for series in of(events, "pace.series")[:MOST]:
         at = _odd_one(_numbers(series, "seconds"))
@@ -118,7 +105,7 @@ def _odd_one(values: Sequence[float]) -> int | None:
 def single_sample(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """An alarm for a level that one sample alone had, between others that are alike."""
     alarms, series = of(events, "fact.level_alarm"), of(events, "fact.sample_series")
-    if not alarms or not series or _failed(events, catalog):
+    if not alarms or not series or failed_inside(events, catalog):
         return []
     values = {number(a.attrs.get("value")) for a in alarms}
     for one in series[:MOST]:
@@ -150,7 +137,7 @@ def _numbers(event: Event, name: str) -> list[float]:
 def all_at_limit(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """GPUs at full work, all at their power limit and alike, with no other reason for their clocks."""
     samples = [e for e in of(events, "gpu.sample")[:MOST] if "power" in _levels(e)]
-    if len(samples) < 2 or _failed(events, catalog, "gpu.sw_power"):
+    if len(samples) < 2 or failed_inside(events, catalog, "gpu.sw_power"):
         return []
     clocks = [_value(s, "clock_sm") for s in samples]
     if not all(_works_at_limit(s) for s in samples) or not all(c > 0 for c in clocks):
@@ -188,7 +175,7 @@ def settled(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     alarms = of(events, "fact.counter_alarm")
     still = of(events, "fact.counter_still")
     values = [number(a.attrs.get("value")) for a in alarms]
-    if not alarms or not still or _failed(events, catalog):
+    if not alarms or not still or failed_inside(events, catalog):
         return []
     if not all(v is not None and v <= FEW for v in values) or not all(_stands(s) for s in still):
         return []
@@ -209,7 +196,7 @@ def reading_stuck(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     claims = of(events, "fact.busy_unowned", "fact.load_unowned")
     beside = of(events, "fact.probe_beside_peers")
     works = [*of(events, "fact.probe_worked"), *beside]
-    if not claims or not works or _failed(events, catalog) or not all(_as_fast(e) for e in works):
+    if not claims or not works or failed_inside(events, catalog) or not all(_as_fast(e) for e in works):
         return []
     return [derive(catalog, "derived.alarm.reading_stuck", max((*claims, *works), key=canonical), placed=False)]
 

@@ -13,7 +13,7 @@ from typing import Any
 from keepstep.attribution.current import PROGRESS, end_of
 from keepstep.attribution.order import SECOND_NS, canonical, same_text
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import before, number, of
+from keepstep.attribution.rules.jobfacts import FAILING, OUTSIDE, before, failed_inside, number, of
 from keepstep.attribution.rules.resumes import follows
 from keepstep.attribution.worked import outlived
 from keepstep.catalog.load import Catalog
@@ -24,7 +24,6 @@ LEAST_RUNS = 2
 """Passes of a check that count: one more may flutter too."""
 MOST_ABOVE = 3.0
 """Times the limit."""
-FAILING = ("root", "cascade", "symptom")
 RESULTS = ("monitor.still_cordoned",)
 """What follows from a check that failed."""
 NEAR_S = 15 * 60.0
@@ -34,17 +33,6 @@ AFTER_S = 30.0
 UNTIMED = frozenset({"none", "neighbour", "boot_relative"})
 BUSY = 50.0
 """Use of a GPU, in percent, that is no rest."""
-CLAIMS = (
-    "condition.",
-    "check.",
-    "monitor.",
-    "dcgm.health",
-    "probe.",
-    "k8s.node_condition",
-    "k8s.node_cordoned",
-    "sched.lost_task",
-)
-"""Beginnings of signatures of what somebody says from outside."""
 _NAME = r"[\w./-]{0,60}\d[\w./-]{0,60}"
 _TASK = re.compile(
     rf"(?i)(?<![a-z])(?:task|job|run|trial|container|pod|replica)s?[ =:_#]{{1,2}}(?P<names>{_NAME}(?:, ?{_NAME}){{0,32}})"
@@ -57,15 +45,6 @@ RANKS = re.compile(
     r"(?i)python|torchrun|pt_|train|ray::|vllm|rank|launch|worker|mpirun|orted|srun|deepspeed|accelerate"
 )
 """How processes are called that take part in the steps."""
-
-
-def _failed(events: Sequence[Event], catalog: Catalog, *but: str) -> list[Event]:
-    """What failed by the word of the job, the kernel or a device itself."""
-    return [
-        e
-        for e in events
-        if catalog[e.signature].role in FAILING and e.severity != "info" and not e.signature.startswith((*CLAIMS, *but))
-    ]
 
 
 def _steps(events: Sequence[Event], claim: Event) -> Event | None:
@@ -89,10 +68,10 @@ def _last(events: Sequence[Event]) -> Event:
 def passed_again(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A check that measured too little once, and enough in each pass after it; no other check complains."""
     found = of(events, "check.repeated")
-    if not found or _failed(events, catalog) or not all(_enough(e) for e in found):
+    if not found or failed_inside(events, catalog) or not all(_enough(e) for e in found):
         return []
     said = {(e.evidence.path, e.evidence.line) for e in found}
-    others = [e for e in events if e.signature.startswith(CLAIMS) and catalog[e.signature].role in FAILING]
+    others = [e for e in events if e.signature.startswith(OUTSIDE) and catalog[e.signature].role in FAILING]
     if any((e.evidence.path, e.evidence.line) not in said and e.signature not in RESULTS for e in others):
         return []
     attrs = {"runs": max(number(e.attrs.get("runs")) or 0 for e in found)}
@@ -115,7 +94,7 @@ def _float(value: object) -> float | None:
 def phase_limit(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Ranks whose heartbeats are late for a step but not for the phase that they are in, and steps after that phase."""
     late = of(events, "monitor.beat_late")
-    if not late or _failed(events, catalog) or not all(_within(e) for e in late):
+    if not late or failed_inside(events, catalog) or not all(_within(e) for e in late):
         return []
     phases = of(
         events, "job.saving", "ckpt.announced", "ckpt.committed", "job.evaluating", "job.loading", "job.compiling"
@@ -139,7 +118,12 @@ def ended_before_lost(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """Tasks that a controller lost, each of which had ended with status 0 before: by its name, or as all of the job."""
     lost = of(events, *LOSSES)[:MOST]
     ended = of(events, "task.ended_zero", "job.ended_well", "job.train_ended")[:MOST]
-    if not lost or not ended or _failed(events, catalog, *LOSSES) or of(events, "job.started", "elastic.restarting"):
+    if (
+        not lost
+        or not ended
+        or failed_inside(events, catalog, *LOSSES)
+        or of(events, "job.started", "elastic.restarting")
+    ):
         return []
     # An event stands for all that say the same: the others may be of other tasks.
     if any(e.count > 1 for e in lost if e.signature == "sched.lost_task") or not of(events, "sched.lost_task"):
@@ -182,7 +166,12 @@ def _names(event: Event) -> set[str]:
 def completed_everywhere(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A reader of flight records that calls a mismatch what has ended on all ranks."""
     told, done = of(events, *MISMATCHES), of(events, "fr.completed_everywhere")
-    if not told or not done or of(events, "fr.state_open") or _failed(events, catalog, *MISMATCHES, "fr.trace_missing"):
+    if (
+        not told
+        or not done
+        or of(events, "fr.state_open")
+        or failed_inside(events, catalog, *MISMATCHES, "fr.trace_missing")
+    ):
         return []
     # Each claim has a line of its own that says how the call ended.
     if sum(e.count for e in told) > sum(e.count for e in done):
@@ -204,7 +193,7 @@ def side_process(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     own = all(any(f"{n} OOMKilled" in e.evidence.text for n in names) and e.count == 1 for e in killed)
     lines = {(e.evidence.path, e.evidence.line) for e in gone}
     own = own and all((e.evidence.path, e.evidence.line) in lines for e in of(events, "systemd.unit_ended"))
-    if not own or _failed(events, catalog, "k8s.oom_killed", "systemd.unit_ended"):
+    if not own or failed_inside(events, catalog, "k8s.oom_killed", "systemd.unit_ended"):
         return []
     steps = [_steps(events, e) for e in gone]
     made = [s for s in steps if s is not None]
@@ -217,7 +206,7 @@ def side_process(events: Sequence[Event], catalog: Catalog) -> list[Event]:
 def old_values(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """An alarm for idle GPUs, a direct look that finds all of them busy, and steps after the alarm."""
     alarms = of(events, "fact.idle_alarm")
-    if not alarms or _failed(events, catalog):
+    if not alarms or failed_inside(events, catalog):
         return []
     uses = [use for e in of(events, "gpu.sample")[:MOST] if "--query-gpu" in e.source for use in _uses(e)]
     busy = all(use >= BUSY for use in uses) if uses else bool(of(events, "fact.use_seen"))
@@ -245,7 +234,7 @@ def _line(event: Event) -> int:
 def stepped_on(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     """A hang that was said, and steps of a log without a zone that began within minutes of it and went on after it."""
     said = of(events, "monitor.hang_declared", "monitor.beat_late")[:MOST]
-    if not said or _failed(events, catalog) or of(events, "job.started", "elastic.restarting"):
+    if not said or failed_inside(events, catalog) or of(events, "job.started", "elastic.restarting"):
         return []
     for step in of(events, PROGRESS)[:MOST]:
         if step.count >= 2 and all(_beside(end_of(claim), step) for claim in said):

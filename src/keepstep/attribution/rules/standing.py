@@ -9,6 +9,7 @@ from keepstep.attribution.current import end_of, goes_on
 from keepstep.attribution.order import canonical, compare
 from keepstep.attribution.rules.deriving import derive
 from keepstep.attribution.rules.jobfacts import PROGRESS, of
+from keepstep.attribution.rules.resumes import follows
 from keepstep.attribution.worked import worked
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -33,17 +34,10 @@ def not_ready_passed(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         return []
     last = max((end_of(e) for e in failures), key=canonical)
     for test in of(events, "nccl.test_passed")[:MOST]:
-        if _later(last, test) and all(_same_machine(f, test) for f in failures):
+        if follows(last, test) and all(_same_machine(f, test) for f in failures):
             attrs = {"node": failures[0].node or "the machine"}
             return [derive(catalog, "derived.not_ready_passed", failures[0], attrs=attrs, explains=list(NOT_READY))]
     return []
-
-
-def _later(one: Event, other: Event) -> bool:
-    sense = compare(one, other)
-    if sense in ("before", "after"):
-        return sense == "before"
-    return one.evidence.path == other.evidence.path and (one.evidence.line or 0) < (other.evidence.line or 0)
 
 
 def _same_machine(failure: Event, test: Event) -> bool:
@@ -159,7 +153,7 @@ def went_on_without(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     if not gone or any(catalog[e.signature].role in ("root", "cascade") for e in others):
         return []
     last = max((end_of(e) for e in gone), key=canonical)
-    if not any(_later(last, end_of(e)) for e in events if goes_on(catalog[e.signature])):
+    if not any(follows(last, end_of(e)) for e in events if goes_on(catalog[e.signature])):
         return []
     named = next((e for e in gone if e.nic is not None), gone[0])
     return [derive(catalog, "derived.nic_left_out", named, explains=["nccl.ib_device_gone"])]

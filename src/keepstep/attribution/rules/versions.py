@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import of
+from keepstep.attribution.rules.jobfacts import FAILING, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -16,7 +16,6 @@ LEAST_HIT = 3
 LEAST_CLEAN = 5
 """Machines of another version that must have been looked at."""
 HIT_SHARE, CLEAN_SHARE = 0.5, 0.02
-FAILING_ROLES = ("root", "cascade", "symptom")
 
 
 class _Row(NamedTuple):
@@ -33,7 +32,7 @@ def version_table(events: Sequence[Event], catalog: Catalog) -> list[Event]:
         good = max((r for r in rows if r.hit <= CLEAN_SHARE * r.total), key=lambda r: r.total, default=None)
         if bad is None or good is None or bad.hit < max(LEAST_HIT, HIT_SHARE * bad.total) or good.total < LEAST_CLEAN:
             continue
-        signs = [e for e in events if catalog[e.signature].role in FAILING_ROLES and not _of_another_kind(e)]
+        signs = [e for e in events if catalog[e.signature].role in FAILING and not _of_another_kind(e)]
         attrs = {"bad": bad.hit, "total": bad.total, "version": bad.version, "good": good.version}
         basis = min(signs, key=canonical) if signs else table
         explains = sorted({e.signature for e in signs})

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from keepstep.attribution.current import PROGRESS, end_of
 from keepstep.attribution.order import SECOND_NS, canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import of
+from keepstep.attribution.rules.jobfacts import FAILING, of
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
 
@@ -22,7 +22,6 @@ LEAST_PARTS = 2.0
 LATE_BY = 2.0
 """Times its limit by which a watcher should have acted."""
 KILLED = ("exit.sigkill", "exit.sigterm", "exit.stopped_from_outside")
-FAILING = ("root", "cascade", "symptom")
 DAY_S = 24 * 3600
 UNSURE = frozenset({"none", "neighbour"})
 MOST = 64

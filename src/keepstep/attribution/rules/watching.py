@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from keepstep.attribution.current import end_of
 from keepstep.attribution.order import SECOND_NS, canonical
 from keepstep.attribution.rules.deriving import derive
-from keepstep.attribution.rules.jobfacts import WAITS, before, of, within_s
+from keepstep.attribution.rules.jobfacts import FAILING, WAITS, before, of, within_s
 from keepstep.attribution.rules.lives import is_in_process
 from keepstep.catalog.load import Catalog
 from keepstep.records.event import Event
@@ -125,7 +125,6 @@ MONITORS_OFF = (
     "nvrx.straggler_off",
     "nvrx.straggler_scores_nan",
 )
-FAILING_ROLES = ("root", "cascade", "symptom")
 
 
 def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
@@ -134,7 +133,7 @@ def monitor_off(events: Sequence[Event], catalog: Catalog) -> list[Event]:
     working = of(events, "job.progress", "elastic.succeeded", "job.train_ended")
     if not off or not working:
         return []
-    failing = [e for e in events if catalog[e.signature].role in FAILING_ROLES and e.signature not in MONITORS_OFF]
+    failing = [e for e in events if catalog[e.signature].role in FAILING and e.signature not in MONITORS_OFF]
     if any(catalog[e.signature].severity in ("error", "fatal") for e in failing):
         return []
     return [derive(catalog, "derived.monitor_off", off[0], attrs={"monitor": off[0].evidence.text[:160]})]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from keepstep.attribution.current import begin_after, end_of
 from keepstep.attribution.order import canonical
 from keepstep.attribution.rules.deriving import derive
+from keepstep.attribution.rules.jobfacts import FAILING
 from keepstep.catalog.load import Catalog
 from keepstep.catalog.xid import NVLINK5_CODES
 from keepstep.records.event import Event
@@ -97,7 +98,7 @@ def _teardown(found: Sequence[Xid], events: Sequence[Event], catalog: Catalog) -
     if not {x.code for x in found} <= TEARDOWN or any(x.event.attrs.get("cause_xid") for x in found):
         return []
     own = {id(x.event) for x in found}
-    failing = [e for e in events if id(e) not in own and catalog[e.signature].role in ("root", "cascade", "symptom")]
+    failing = [e for e in events if id(e) not in own and catalog[e.signature].role in FAILING]
     if failing:
         return []
     return [derive(catalog, "derived.xid.teardown", event) for event in _last_of_each(found)]

@@ -11,7 +11,7 @@ import asyncio
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,22 +195,26 @@ def _gpus(folder: Path, read: Callable[[], GpuReport], before: GpuReport | None)
 # ---- network ports
 
 
-def read_ports(root: Path | None = None) -> dict[str, Any] | None:
-    """States and error counters of InfiniBand and RoCE ports; None without any. May take as long as a device's firmware does."""
+def read_ports(earlier: Mapping[str, Any] | None = None, root: Path | None = None) -> dict[str, Any] | None:
+    """States and error counters of InfiniBand and RoCE ports; None without any. May take as long as a device's firmware does.
+
+    `earlier`: an earlier reading; ports that gave no counters then are not asked for them again (see ibsysfs).
+    """
     root = root or INFINIBAND
     if not root.is_dir():
         return None
     # Not loaded on hosts without such devices: a launcher stays small.
     from keepstep.sources.live import ibsysfs
 
-    return ibsysfs.fields_of(ibsysfs.read(root)) or None
+    silent = tuple(ibsysfs.key_of(name) for name, told in (earlier or {}).items() if not told["counters"])
+    return ibsysfs.fields_of(ibsysfs.read(root, silent)) or None
 
 
 def _ports(folder: Path, before: Snapshot | None) -> Finding:
-    now = read_ports()
+    earlier = before.ports if before is not None else None
+    now = read_ports(earlier)
     if now is None:
         return Finding(item=Item(name="ports", status="unavailable", detail="no InfiniBand or RoCE device"))
-    earlier = before.ports if before is not None else None
     elapsed_s = (boot_ns() - before.boot_ns) / 1e9 if before is not None else 0.0
     told = {"taken_at": rfc3339(time.time_ns()), "elapsed_s": elapsed_s, "begin": earlier, "end": now}
     (folder / "ports.json").write_bytes(to_pretty_json(told))

@@ -70,14 +70,20 @@ def fields_of(reading: Reading) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
+def key_of(name: str) -> Key:
+    """Device and port of "device/port"."""
+    nic, _, port = name.partition("/")
+    return nic, port
+
+
 def reading_of(fields: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Reading:
     """The reading that `fields_of` wrote. Raises KeyError, TypeError, AttributeError or ValueError where it is none."""
     levels: dict[Key, dict[str, str]] = {}
     counters: dict[Key, dict[str, int]] = {}
     for name, told in fields.items():
-        nic, _, port = name.partition("/")
-        levels[nic, port] = {key: str(text) for key, text in told["levels"].items()}
-        counters[nic, port] = {key: int(value) for key, value in told["counters"].items()}
+        key = key_of(name)
+        levels[key] = {level: str(text) for level, text in told["levels"].items()}
+        counters[key] = {counter: int(value) for counter, value in told["counters"].items()}
     return Reading(levels, counters, ())
 
 

@@ -1,49 +1,10 @@
-"""The first half of the sixth set of recorded cases, relatives of them, and nearly equal texts that mean something else."""
+"""Repairs called off, strangers on a connection, devices not passed in, disks of an array: what is nearly the same text."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from keepstep.catalog.load import shipped
-from keepstep.launcher.diagnosis import diagnose
-from tests.attribution.jobtexts import conclusions, lines, matcher, signatures_of, verdict_of
-
-FOLDER = Path(__file__).parent / "cases"
-NOT_YET = frozenset(
-    {
-        "u30",  # calm, with the class of a controller's mistake, as other cases of it have
-        "ur05",  # Xid 69 asks for another start; the text says nothing of the program
-    }
-)
-"""Cases whose verdict is not the established one; the reason beside each."""
-CASES: list[dict[str, Any]] = [
-    json.loads(line)
-    for name in ("u-sixth-a", "u-sixth-a-relatives")
-    for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=[c["id"] for c in CASES])
-def test_a_case(case: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "input.log"
-    path.write_text(case["input"])
-    verdict = diagnose([str(path)], catalog=shipped(), matcher=matcher()).judgement.verdict
-    expected = case["expected"]
-    assert verdict.action not in expected["must_not"]
-    assert verdict.no_current_fault == expected["no_current_fault"]
-    if case["id"] not in NOT_YET:
-        asks = verdict.action == "ask_human" and expected["action"] == "none"
-        assert verdict.fault_class == expected["class"]
-        assert verdict.action == expected["action"] or asks
-
-
-def test_what_is_not_yet_right_is_in_the_files() -> None:
-    assert {c["id"] for c in CASES} >= NOT_YET
-
+from tests.attribution.jobtexts import conclusions, lines, signatures_of, verdict_of
 
 PASSED = "2031-03-04T08:05:40Z quarantine: node h-31 all checks passed, node uncordoned"
 CANCELLED = "2031-03-04T08:05:41Z drainer: drain of node h-31 cancelled"
