@@ -141,13 +141,15 @@ def test_monte_carlo(tau_s: float, block_s: float, restart_s: float, lag_s: floa
 TIMES = st.floats(0.001, 1e5)
 
 
+@example(block_s=1.0, mttf_s=100.0, lag_s=74413.0, restart_s=0.0)
 @given(block_s=TIMES, mttf_s=st.floats(10, 1e9), lag_s=st.floats(0, 1e5), restart_s=st.floats(0, 1e4))
 def test_no_interval_beats_the_optimum(block_s: float, mttf_s: float, lag_s: float, restart_s: float) -> None:
     best_s = optimal_s(block_s, mttf_s, lag_s)
     best = exact(best_s, block_s, mttf_s, restart_s, lag_s)
     assert best_s >= min(lag_s, mttf_s)
     for factor in (0.01, 0.3, 0.9, 0.99, 1.01, 1.1, 3.0):
-        assert exact(factor * best_s, block_s, mttf_s, restart_s, lag_s) <= best * (1 + 1e-9)
+        # Where next to nothing is left, both are the smallest numbers there are.
+        assert exact(factor * best_s, block_s, mttf_s, restart_s, lag_s) <= best * (1 + 1e-9) + 1e-300
     assert exact_restart_immune(best_s, block_s, mttf_s, restart_s, lag_s) >= best * (1 - 1e-12)
     assert all(row.cost_points >= -1e-7 for row in flatness(block_s, mttf_s, restart_s, lag_s))
 
