@@ -40,13 +40,16 @@ def lambert_w0(z: float) -> float:
     w = _branch_series(math.sqrt(2.0 * gap)) - 1.0 if z < 0.5 else math.log1p(z)
     if z > math.e:
         w -= math.log(w)
+    before = math.inf
     for _ in range(_TERMS):
         e = math.exp(w)
         f = w * e - z
         step = f / (e * (w + 1.0) - (w + 2.0) * f / (2.0 * w + 2.0))
         w -= step
-        if abs(step) <= 4e-16 * max(1.0, abs(w)):
+        # Rounding may keep the last digit moving for ever: a step that is no smaller than the one before is such a one.
+        if abs(step) <= 4e-16 * max(1.0, abs(w)) or before <= abs(step) < 1e-12:
             break
+        before = abs(step)
     return w
 
 
