@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from keepstep.cli.goodput import find_run, load_goodput
+from keepstep.cli.goodput import find_run
+from keepstep.cli.measured import Value, measured, rate_prior
 from keepstep.cli.output import emit, format_duration_s, output_option
 from keepstep.cli.run_flags import SECONDS, SECONDS_ABOVE_0, Number
 from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S, IntervalAdvice, advise
 from keepstep.goodput.ramp import smoothing_cost_points
-from keepstep.goodput.rates import DAY_S, TYPICAL_DISPERSION, Prior, estimate_rate
-from keepstep.records import frames
+from keepstep.goodput.rates import TYPICAL_DISPERSION, estimate_rate
 from keepstep.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-NS_PER_S = 1_000_000_000
 FORMULAS = {
     "young": "sqrt(2 d M)",
     "daly": "sqrt(2 d M) - d",
@@ -32,13 +28,6 @@ FORMULAS = {
     "optimal": "M (1 + W0(-exp(-1 - d/M)))",
 }
 GIVEN = "given"
-
-
-class Value(NamedTuple):
-    """An input and where it is from."""
-
-    value: Any
-    origin: str
 
 
 @click.command("interval")
@@ -84,13 +73,13 @@ def compute(run_dir: Path | None, flags: dict[str, Any]) -> IntervalAdvice:
         raise ConfigError(f"--nodes {flags['nodes']} and --gpus {flags['gpus']}: give one of them")
     if flags["min_s"] > flags["max_s"]:
         raise ConfigError(f"--min {flags['min_s']:g} is above --max {flags['max_s']:g}")
-    measured = {} if run_dir is None else _measured(run_dir)
-    values = {**_defaults(), **measured, **_given(flags)}
+    of_run = {} if run_dir is None else measured(run_dir)
+    values = {**_defaults(), **of_run, **_given(flags)}
     for name, flag in (("block_s", "--delta"), ("nodes", "--nodes or --gpus")):
         if name not in values:
             where = "" if run_dir is None else f": {run_dir} does not say"
             raise ConfigError(f"{flag} is needed{where}; give it, or --run RUN of a run that has saved")
-    prior = _prior(flags["failure_rate"], flags["sku"], run_dir)
+    prior = rate_prior(flags["failure_rate"], flags["sku"], run_dir)
     failures, node_days = values["failures"], values["exposure_node_days"]
     rate = estimate_rate(prior, failures.value, node_days.value, dispersion=flags["dispersion"])
     advice = advise(
@@ -129,45 +118,6 @@ def _given(flags: dict[str, Any]) -> dict[str, Value]:
         per_node = flags["gpus_per_node"]
         given["nodes"] = Value(-(-flags["gpus"] // per_node), f"{flags['gpus']} GPUs, {per_node} a node")
     return given
-
-
-def _measured(run_dir: Path) -> dict[str, Value]:
-    """What a run folder says of the inputs; what it does not say is not there."""
-    from keepstep.launcher.coordination.journal import read_marks
-    from keepstep.launcher.views.failures import read_failures, restart_s
-
-    account = load_goodput(run_dir, all_attempts=True)
-    found: dict[str, Value] = {}
-    blocked_s = account.checkpoints.block_s_median
-    if blocked_s is not None:
-        found["block_s"] = Value(blocked_s, "median of the run's saves")
-    lags = [m.attrs["persist_ns"] for m in read_marks(run_dir) if m.kind == "committed" and m.attrs.get("persist_ns")]
-    if lags:
-        found["persist_lag_s"] = Value(statistics.median(lags) / NS_PER_S, f"median of {len(lags)} commits of the run")
-    again_s = restart_s(account)
-    if again_s is not None:
-        found["restart_s"] = Value(again_s, "median of the run's restarts")
-    active = next((c.active_nodes for c in reversed(account.cycles) if c.active_nodes), None)
-    if active:
-        found["nodes"] = Value(len(active), "the run's newest cycle")
-    history = read_failures(run_dir, time.time_ns())
-    if history is not None:
-        found["failures"] = Value(history.failures, f"interruptions of the run since {history.since}")
-        found["exposure_node_days"] = Value(history.node_s / DAY_S, "node time of the run's cycles")
-    return found
-
-
-def _prior(text: str | None, sku: str, run_dir: Path | None) -> Prior:
-    """--failure-rate, else what the run was started with, else KEEPSTEP_FLEET_PRIOR, else the published rate."""
-    from keepstep.launcher.views.view import read_object
-    from keepstep.trainer.cadence import prior_from
-
-    if text is not None:
-        return prior_from(text, sku, "--failure-rate")
-    of_run = read_object(run_dir / "run.json").get("failure_prior") if run_dir is not None else None
-    if isinstance(of_run, str):
-        return prior_from(of_run, sku, "--failure-prior of the run")
-    return prior_from(os.environ.get(frames.ENV_FLEET_PRIOR, ""), sku, frames.ENV_FLEET_PRIOR)
 
 
 def render(advice: IntervalAdvice, console: Console, *, wide: bool = False) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 DAY_S = 86_400.0
+_NO_LOAD = 1e-12
 _STEPS = 2000
 """Of the integral for a fraction of a server."""
 
@@ -105,7 +106,7 @@ def erlang_b(servers: float, load: float) -> float:
     """
     if servers < 0.0 or load < 0.0 or not math.isfinite(servers + load):
         raise ValueError(f"erlang_b({servers}, {load}): needs finite numbers of at least 0")
-    if load == 0.0:
+    if load < _NO_LOAD:
         return 1.0 if servers == 0.0 else 0.0
     whole = math.floor(servers)
     x = servers - whole

@@ -12,7 +12,7 @@ from keepstep.goodput.campaign import RateKnowledge, at_rate, expected_over, goo
 from keepstep.goodput.interval import GoodputForms, Intervals, intervals
 from keepstep.goodput.job import Job
 from keepstep.goodput.renewal import JobForecast, forecast, goodput
-from keepstep.goodput.spares import SparePlan, choose, mean_down, stall_share
+from keepstep.goodput.spares import SpareChoice, SparePlan, choose, mean_down, stall_share
 from keepstep.planner.advice import Change, changes
 from keepstep.planner.optimum import best_interval_s, best_job, with_interval
 from keepstep.planner.sensitivity import Sensitivity, sensitivities
@@ -137,10 +137,7 @@ def make_plan(job: Job, around: Circumstances, inputs: dict[str, Any]) -> Plan:
     The job's interval and the tiers' `every` are replaced by the best ones unless `around.fixed_interval`. Raises ConfigError.
     """
     job.check()
-    given = job
-    job = at_rate(job, around.rate.mean)
-    if not around.fixed_interval:
-        job = best_job(job)
+    given, job = job, planned_job(job, around)
     there = forecast(job)
     low, high = around.rate.quantile(0.05), around.rate.quantile(0.95)
     spares = _spares(job, around)
@@ -175,6 +172,12 @@ def make_plan(job: Job, around: Circumstances, inputs: dict[str, Any]) -> Plan:
         measure=_measurements(job, around, expected.usd_per_point),
         goal=None if around.goal is None else _goal(job, around),
     )
+
+
+def planned_job(job: Job, around: Circumstances) -> Job:
+    """The job at the mean of what is known of its rate, with the best intervals unless they are fixed."""
+    job = at_rate(job, around.rate.mean)
+    return job if around.fixed_interval else best_job(job)
 
 
 def _lost(there: JobForecast) -> Lost:
@@ -214,6 +217,7 @@ def _spares(job: Job, around: Circumstances) -> SparePlan | None:
 
 def _expected(job: Job, there: JobForecast, around: Circumstances, spares: SparePlan | None) -> Expected:
     running: Callable[[float], float] | None = None
+    chosen: SpareChoice | None = None
     count = around.spares or 0
     if spares is not None and around.repair_s is not None:
         chosen = spares.given or spares.best
@@ -225,7 +229,7 @@ def _expected(job: Job, there: JobForecast, around: Circumstances, spares: Spare
 
     hours = job.nodes * job.gpus_per_node * around.days * 24.0
     price = around.price_usd
-    value = there.exact * (1.0 if running is None else running(job.rate_per_node_day))
+    value = there.exact if chosen is None else chosen.goodput_job
     return Expected(
         goodput=value,
         goodput_interval=goodput_interval(job, around.rate, around.days, running=running),

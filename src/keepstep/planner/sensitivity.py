@@ -32,7 +32,7 @@ def sensitivities(job: Job, rate: RateKnowledge, usd_per_point: float | None) ->
     interval as planned. Inputs that are 0 are left out."""
     rows = []
     for name, unit, low, high, make in _inputs(job, rate):
-        at_low, at_high = goodput(make(low)), goodput(make(high))
+        at_low, at_high = (goodput(_not_waiting(make(value))) for value in (low, high))
         points = 100.0 * abs(at_high - at_low)
         if name == "interval":  # both ends are worse than the middle
             points = 100.0 * (goodput(job) - min(at_low, at_high))
@@ -73,6 +73,15 @@ def _inputs(job: Job, rate: RateKnowledge) -> Iterator[tuple[str, str, float, fl
     if job.straggler_share > 0.0:
         low, high = job.straggler_share / FACTOR, min(0.99, job.straggler_share * FACTOR)
         yield "straggler_share", "", low, high, lambda v: msgspec.structs.replace(job, straggler_share=v)
+
+
+def _not_waiting(job: Job) -> Job:
+    """A save that falls due while one is in flight is left out: no interval is shorter than what a save takes to be durable."""
+    least_s, period = job.interval_s, 1
+    for tier in job.tiers:
+        period *= tier.every
+        least_s = max(least_s, tier.persist_lag_s / period)
+    return msgspec.structs.replace(job, interval_s=least_s)
 
 
 def _around(value: float) -> tuple[float, float]:

@@ -1,0 +1,131 @@
+"""Forecasts kept in a run folder (`forecasts.jsonl`, one record a line, oldest first), and what became of them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from keepstep.goodput.calibration import Calibration, Forecast, Happened, calibrate
+from keepstep.goodput.history import FAILURE_RULES
+from keepstep.goodput.partition import CAUSE_STARTUP, RECOVERY_PHASES, START_PHASES, partition
+from keepstep.launcher.coordination.journal import read_marks
+from keepstep.records.codec import from_json, from_rfc3339, to_json
+from keepstep.records.errors import StorageError
+from keepstep.records.timeline import Mark
+
+FILE = "forecasts.jsonl"
+LEFT_OUT = frozenset({"queue", "init", "drain"})
+"""Phases that no forecast is about."""
+NS_PER_S = 1_000_000_000
+
+
+def keep(run_dir: Path, forecast: Forecast) -> Path:
+    """Append a forecast to those of a run; returns the file. Raises StorageError."""
+    path = run_dir / FILE
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, to_json(forecast) + b"\n")  # one write: a reader never sees half a line of it
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot keep the forecast in {path}: {error.strerror}") from error
+    return path
+
+
+def read(run_dir: Path) -> list[Forecast]:
+    """The forecasts of a run, oldest first; none without a file. Raises StorageError naming the line that is none."""
+    path = run_dir / FILE
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(from_json(line, Forecast))
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise StorageError(f"{path} line {number} is no keepstep.forecast/1: {error}") from None
+    return found
+
+
+def calibrations(run_dir: Path, now_ns: int | None = None) -> list[Calibration]:
+    """Each forecast of a run beside what happened since. `now_ns`: end of a run that goes on. Raises StorageError."""
+    found = read(run_dir)
+    if not found:
+        return []
+    marks = read_marks(run_dir)
+    return [calibrate(each, happened(marks, from_rfc3339(each.made_at), now_ns)) for each in found]
+
+
+def happened(marks: Sequence[Mark], since_ns: int, now_ns: int | None = None) -> Happened:
+    """What the marks of a run say of the time from `since_ns` on. Start-up is left out, the starts after failures are not."""
+    part = partition(marks, now_ns=now_ns, whole_history=True)
+    wall_ns = productive_ns = 0
+    for interval in part.intervals:
+        length_ns = interval.end_ns - max(interval.begin_ns, since_ns)
+        if length_ns > 0 and interval.phase not in LEFT_OUT and interval.cause != CAUSE_STARTUP:
+            wall_ns += length_ns
+            productive_ns += length_ns if interval.phase == "productive" else 0
+    later = [mark for mark in marks if mark.t_ns >= since_ns]
+    lags = [
+        mark.attrs["persist_ns"] / NS_PER_S for mark in later if mark.kind == "committed" and _whole(mark, "persist_ns")
+    ]
+    blocks = _blocks(later)
+    spent: dict[int, int] = {}
+    for interval in part.intervals:
+        restarts = interval.phase in RECOVERY_PHASES or interval.phase in START_PHASES
+        if (
+            restarts
+            and interval.cause != CAUSE_STARTUP
+            and interval.begin_ns >= since_ns
+            and interval.cycle is not None
+        ):
+            # What follows a failure is spread over the cycle that failed and the next: the next one's number names the restart.
+            number = interval.cycle + (1 if interval.phase in RECOVERY_PHASES else 0)
+            spent[number] = spent.get(number, 0) + interval.end_ns - interval.begin_ns
+    return Happened(
+        wall_s=wall_ns / NS_PER_S,
+        productive_s=productive_ns / NS_PER_S if part.reports_steps else None,
+        failures=sum(_interrupts(mark) for mark in later),
+        interval_s=_median([(b[0] - a[1]) / NS_PER_S for a, b in pairwise(blocks) if a[2] == b[2]]),
+        block_s=_median([(end - begin) / NS_PER_S for begin, end, _ in blocks]),
+        persist_lag_s=_median(lags),
+        restart_s=_median([ns / NS_PER_S for ns in spent.values()]),
+    )
+
+
+def _interrupts(mark: Mark) -> bool:
+    """The same as `goodput.history` counts."""
+    rule = mark.attrs.get("rule")
+    if mark.kind == "decided":
+        return rule in FAILURE_RULES if rule is not None else mark.attrs.get("counted") is True
+    return mark.kind == "fault" and rule == "budget_exhausted"
+
+
+def _blocks(marks: Sequence[Mark]) -> list[tuple[int, int, int]]:
+    """Begin, end and cycle of each time that training stood still for a save, in order."""
+    found = [
+        (mark.attrs["begin_ns"], mark.attrs["end_ns"], mark.cycle)
+        for mark in marks
+        if mark.kind == "ckpt_block" and _whole(mark, "begin_ns") and _whole(mark, "end_ns")
+    ]
+    return sorted(found)
+
+
+def _whole(mark: Mark, name: str) -> bool:
+    value = mark.attrs.get(name)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    kept = [value for value in values if value >= 0.0]
+    return statistics.median(kept) if kept else None
