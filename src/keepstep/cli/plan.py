@@ -243,11 +243,11 @@ def _rate(
     found = estimate_rate(
         rate_prior(text, flags["sku"], folders[-1] if folders else None), *seen, dispersion=dispersion
     )
-    prior = found.prior
-    shape = (0.5 if found.prior_set_aside else prior.shape) + seen[0] / dispersion
-    source = f"{prior.source}; {origins['failures']}"
+    source = f"{found.prior.source}; {origins['failures']}"
     origins["failure_rate"] = source
-    return RateKnowledge(shape=shape, node_days=shape / found.rate_per_node_day, source=source, dispersion=dispersion)
+    return RateKnowledge(
+        shape=found.shape, node_days=found.shape / found.rate_per_node_day, source=source, dispersion=dispersion
+    )
 
 
 def _phases(job: Job, flags: dict[str, Any]) -> Job:

@@ -280,6 +280,19 @@ OWN_NODE_FLAGS: list[Decorator[Any]] = [
         help="Failures per 1000 node-days (or a record of them) to set the checkpoint interval by.",
     ),
     _flag(
+        "--advice",
+        type=click.Choice(["off", "auto"]),
+        default="off",
+        show_default=True,
+        help="auto: floor of the learned hang limit and number of spares follow the failure rate, within bounds.",
+    ),
+    _flag(
+        "--mttr",
+        type=SECONDS_ABOVE_0,
+        default=None,
+        help="Mean time to repair a node, s, for --advice [default: a day].",
+    ),
+    _flag(
         "--power-ramp",
         type=SECONDS,
         default=0.0,

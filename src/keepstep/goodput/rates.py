@@ -54,6 +54,8 @@ class RateEstimate(msgspec.Struct, frozen=True, kw_only=True):
     failures: float
     exposure_node_days: float
     dispersion: float
+    shape: float
+    """Of the posterior: as if so many failures had been seen."""
     prior: Prior
     prior_set_aside: bool = False
     """The job failed far more often than the prior allows: only its own history counts."""
@@ -171,6 +173,7 @@ def estimate_rate(
         failures=failures,
         exposure_node_days=exposure_node_days,
         dispersion=dispersion,
+        shape=shape,
         prior=prior,
         prior_set_aside=aside,
     )

@@ -93,6 +93,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     failure_prior: str | None = None
     """What is known of the failure rate from elsewhere: failures per 1000 node-days, or a keepstep.failure_prior/1 record as
     JSON."""
+    advice: str = "off"
+    """"auto": the floor of the hang limit and the spares that are waited for follow the failure rate (goodput/settings.py)."""
+    mttr_s: float | None = None
+    """Mean time to repair a node, for that; None: a day."""
     power_ramp_s: float = 0.0
     """Seconds over which the first steps of a cycle come to full speed; 0: at once."""
     inject: list[Injection] = []

@@ -40,6 +40,8 @@ MarkKind = Literal[
     "replaced",  # the nodes of the next cycle are there (only when nodes change)
     "drain",  # ranks left their training loop on purpose: finished, or asked to stop. attrs: completed_step
     "cycle_ended",  # attrs: reason
+    # beside the life of a cycle
+    "advised",  # a setting follows what was measured. attrs: what, value, before, reason, and what it was computed from
 ]
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -135,6 +136,29 @@ class Cadence:
     def advice(self) -> IntervalAdvice | None:
         """What the last measurement came to; None before the first. `interval_s` may keep an earlier value (HYSTERESIS)."""
         return self._advice
+
+    def advised_s(self) -> float | None:
+        """The interval in use, None before the first measurement."""
+        return self._interval_s
+
+    def advised_attrs(self, before_s: float | None) -> dict[str, Any]:
+        """The interval in use as attributes of the mark `advised`, with what it was computed from; `before_s`: the one before."""
+        a = self._advice
+        if a is None:
+            return {}
+        rate = a.rate
+        return {
+            "what": "interval_s",
+            "value": self.interval_s(),
+            "before": before_s,
+            "reason": self.describe(),
+            "block_s": a.block_s,
+            "persist_lag_s": a.persist_lag_s,
+            "nodes": a.nodes,
+            "rate_shape": rate.shape,
+            "rate_node_days": rate.shape / rate.rate_per_node_day,
+            "dispersion": rate.dispersion,
+        }
 
     def describe(self) -> str:
         """One line for the log: the interval and what it was computed from."""

@@ -360,8 +360,10 @@ class Checkpointer:
         """A save is over (called on its thread): what it cost moves the interval."""
         if outcome.error is not None or not outcome.durable or self._every_steps or self._every_seconds:
             return
+        before_s = self._cadence.advised_s()
         if self._cadence.note_save(time.monotonic(), block_s, outcome.persist_ns / 1e9) and self._run.rank == 0:
             print(f"keepstep: {self._cadence.describe()}", file=sys.stderr, flush=True)
+            self._run.channel.report("advised", self._cadence.advised_attrs(before_s))
 
     def _begin_interval(self) -> None:
         """Training goes on: the time to the next save counts from here."""

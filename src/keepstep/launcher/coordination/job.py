@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.goodput.settings import hang_floor, spares_to_wait_for
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.closing import (
     closing_marks,
@@ -45,6 +46,7 @@ NOTES = frozenset(
             "tier_reached",
             "upload_failed",
             "drain",
+            "advised",
         ),
     }
 )
@@ -324,7 +326,12 @@ class Job(JobState):
             return []
         known = [n for n in self.nodes.values() if n.node not in self.excluded]
         placed = place(
-            Shape(nnodes=shape.nnodes, min_nodes=shape.min_nodes, spares=shape.spares, replica_size=shape.replica_size),
+            Shape(
+                nnodes=shape.nnodes,
+                min_nodes=shape.min_nodes,
+                spares=self._spares_to_wait_for(),
+                replica_size=shape.replica_size,
+            ),
             [self._candidate(n) for n in known],
             [(n, k) for n, _, k in self.layout] or None,
             {n for n, _, _ in self.layout if n not in self.nodes or n in self.excluded},
@@ -380,7 +387,31 @@ class Job(JobState):
             "substituted": [list(pair) for pair in placed.substitutes],
             "scatter": None if self._by_node_rank() else placed.scatter,
         }
-        return [*records, cycle, mark]
+        return [*records, cycle, mark, *self._advice(number, len(placed.nodes), now_ns)]
+
+    def _spares_to_wait_for(self) -> int:
+        source, shape = self.shape.advice, self.shape
+        if source is None or not shape.spares:
+            return shape.spares
+        return int(spares_to_wait_for(source, self.failures.history(), shape.nnodes, shape.spares).value)
+
+    def _advice(self, number: int, nodes: int, now_ns: int) -> list[Record]:
+        """Marks of the settings that follow the failure rate and change with this cycle."""
+        source = self.shape.advice
+        if source is None:
+            return []
+        history = self.failures.history()
+        settings = [hang_floor(source, history, nodes)]
+        if self.shape.spares:
+            settings.append(spares_to_wait_for(source, history, self.shape.nnodes, self.shape.spares))
+        records = []
+        for setting in settings:
+            before = self.advised.get(setting.what)
+            if setting.value != before:
+                record = self.mark("advised", now_ns, **setting.attrs(before))
+                record["mark"]["cycle"] = number
+                records.append(record)
+        return records
 
     def _path(self, placed: Placement) -> str:
         """How this cycle came about; a cycle that follows its own gang check came about as that one did."""

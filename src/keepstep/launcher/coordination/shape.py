@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from keepstep.goodput.settings import REPAIR_S, Source
 from keepstep.launcher.config import RunConfig
 from keepstep.launcher.coordination.state import JobShape
 from keepstep.launcher.coordination.topology import read_topology
+
+
+def advice_source(config: RunConfig) -> Source | None:
+    """What advice starts from, None when none is to be followed."""
+    if config.advice != "auto":
+        return None
+    return Source(prior=config.failure_prior, repair_s=REPAIR_S if config.mttr_s is None else config.mttr_s)
 
 
 def job_shape(config: RunConfig) -> JobShape:
@@ -26,5 +34,6 @@ def job_shape(config: RunConfig) -> JobShape:
         stop_on_attribution=config.stop_on_attribution == "no-restart",
         gang_check=config.gang_check,
         marker_file=config.checkpoint_iteration_file is not None,
+        advice=advice_source(config),
         topology=read_topology(Path(config.topology)) if config.topology else {},
     )

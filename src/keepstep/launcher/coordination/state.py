@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.goodput.history import HistoryFold
+from keepstep.goodput.settings import Source
 from keepstep.launcher import messages as m
 from keepstep.launcher.coordination.incidents import incident_id, is_incident
 from keepstep.launcher.coordination.noprogress import Progress
@@ -64,6 +65,8 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
     marker_file: bool = False
     """A progress marker is configured: then nothing else is taken for it."""
     topology: dict[str, list[str]] = {}
+    advice: Source | None = None
+    """What settings that follow the failure rate start from; None: they are as they were given."""
 
     @property
     def movable(self) -> bool:
@@ -235,6 +238,8 @@ class JobState:
         """Longest lease that any coordinator of this job may have given."""
         self.failures = HistoryFold()
         """Interruptions of the whole run and its node time."""
+        self.advised: dict[str, float] = {}
+        """Settings that follow the failure rate, as they are now."""
         self._joins = 0
 
     @property
@@ -274,6 +279,8 @@ class JobState:
         if mark.kind == "attributed":
             self.attributed[mark.attrs["incident"]] = mark
         self.failures.take_mark(mark.kind, mark.t_ns, mark.attrs)
+        if mark.kind == "advised":
+            self.advised[mark.attrs["what"]] = mark.attrs["value"]
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True
             self.safe_step = self.last_committed

@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from keepstep.goodput.settings import hang_floor
 from keepstep.launcher import messages as m
 from keepstep.launcher.clock import Anchor
 from keepstep.launcher.config import RunConfig
+from keepstep.launcher.coordination.shape import advice_source
 from keepstep.launcher.node.evidence import RankEvidence, capture, culprits
-from keepstep.launcher.node.watch import HangLimits, PageLook
+from keepstep.launcher.node.watch import LEARNED_MIN_S, HangLimits, PageLook
 from keepstep.launcher.procs import descendants, kill_group, kill_quietly, reap, state_of
 from keepstep.launcher.ranks.environment import stop_notice_s
 from keepstep.records.exits import exit_status_name
@@ -88,6 +90,7 @@ class LocalCycle:
         self._host = host
         self._config = host.config
         c = host.config
+        advice = advice_source(c)
         self._limits = HangLimits(
             c.monitor_hang,
             c.start_hang_s,
@@ -95,6 +98,7 @@ class LocalCycle:
             start_given=c.start_hang_given,
             out_of_section_s=c.out_of_section_s,
             patience=2.0**learned_hangs,
+            floor_s=LEARNED_MIN_S if advice is None else hang_floor(advice, command.history, command.nnodes).value,
         )
         self._over = asyncio.Event()
         self._changed = asyncio.Event()

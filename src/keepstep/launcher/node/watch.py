@@ -200,7 +200,9 @@ class HangLimits:
         out_of_section_s: float | None = None,
         patience: float = 1.0,
         start_given: bool = False,
+        floor_s: float = LEARNED_MIN_S,
     ) -> None:
+        """`floor_s`: floor of the limit between steps that is learned."""
         self.fixed_s = None if setting in ("auto", "off") else float(setting)
         self.off = setting == "off"
         self.start_s = start_s
@@ -212,6 +214,7 @@ class HangLimits:
             self.sections_s[short] = min(limit_s, self.sections_s.get(short, limit_s))
         self._auto = setting == "auto"
         self._patience = patience
+        self._floor_s = floor_s
         self._known_s = {**KNOWN_SECTIONS_MIN_S, "first_step": start_s}
         self._gaps = _Learned()
         self._sections: dict[str, _Learned] = {}
@@ -257,7 +260,7 @@ class HangLimits:
             return max(self.start_s, self.fixed_s or 0.0)
         if self.fixed_s is not None:
             return self.fixed_s if look.trains or not self.start_given else self.start_s
-        learned = self._gaps.limit_s(self._patience * LEARNED_MIN_S) if look.trains else None
+        learned = self._gaps.limit_s(self._patience * self._floor_s) if look.trains else None
         own = [limit for name, _ in look.sections if (limit := self.section_limit_s(name)) is not None]
         return max([self.start_s if learned is None else learned, *own])
 

@@ -39,6 +39,7 @@ MARK_KINDS = {
     "replaced": "cycle.replaced",
     "drain": "cycle.drained",
     "cycle_ended": "cycle.ended",
+    "advised": "advice.changed",
 }
 RECORD_KINDS = {
     "open": "coordinator.started",
