@@ -16,7 +16,7 @@ import msgspec
 
 from keepstep.goodput.interval import exact, exact_restart_immune
 from keepstep.planner.scenario import TraceFault
-from keepstep.planner.traces import Fault, FaultTrace
+from keepstep.planner.traces import DAY_S, Fault, FaultTrace
 
 Rule = Literal["immune", "exposed"]
 """What a fault during a restart does: nothing, or the restart begins anew."""
@@ -134,11 +134,13 @@ def to_scenario_faults(
     if not 1 <= wanted <= trace.nodes:
         raise ValueError(f"to_scenario_faults: {wanted} nodes; the trace watched {trace.nodes}")
     number = _numbers(trace, seed)
+    last_s = trace.days * DAY_S
     faults = []
     for fault in trace.faults:
         kind = 0 if kind_of is None else kind_of(fault)
         if kind is not None and number[fault.node] < wanted:
-            faults.append(TraceFault(t_s=fault.begin_s, node=number[fault.node], down_s=fault.down_s, kind=kind))
+            begin_s = min(fault.begin_s, last_s)  # days are rounded: the last fault may begin a digit after them
+            faults.append(TraceFault(t_s=begin_s, node=number[fault.node], down_s=fault.down_s, kind=kind))
     return tuple(faults)
 
 

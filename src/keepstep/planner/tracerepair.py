@@ -114,7 +114,8 @@ def nodes_down(trace: FaultTrace) -> NodesDown:
     changes: list[tuple[float, int]] = []
     for spans in away(trace).values():
         for begin_s, end_s, _ in spans:
-            changes += [(begin_s, 1), (end_s, -1)]
+            if end_s > begin_s:
+                changes += [(begin_s, 1), (end_s, -1)]
     changes.sort()
     length_s = trace.days * DAY_S
     lasting = [0.0]
