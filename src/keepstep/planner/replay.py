@@ -35,7 +35,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     mttf_faults_s: float
     """Wall-clock between faults."""
     mttf_s: float
-    """Mean time that training lasted until a fault interrupted it: the M of the formulas."""
+    """Mean time that training lasted until a fault interrupted it: the M of the formulas. NaN when it never began."""
     predicted: float
     """By the exact formula of the rule at `mttf_s`."""
     predicted_from_faults: float
@@ -82,7 +82,7 @@ def replay_goodput(
     # The place of a fault within an interval is as good as uniform: standard deviation 1 / sqrt(12) of an interval each.
     noise = tau_s * math.sqrt(len(lives_s) / 12.0) / wall_s
     faults_s = wall_s / (len(begins_s) - 1)
-    lasted_s = up_s / len(lives_s) if up_s > 0.0 else math.nan
+    lasted_s = up_s / len(lives_s) if lives_s else math.nan
     formula = exact if rule == "exposed" else exact_restart_immune
     job = (restart_s, persist_lag_s)
     alive = exact(tau_s, block_s, lasted_s, 0.0, persist_lag_s) if up_s > 0.0 else 0.0

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from keepstep.goodput.special import gamma_cdf
 from keepstep.planner.traces import DAY_S, FaultTrace
-from keepstep.planner.tracestats import away
+from keepstep.planner.tracestats import away, poisson_quantile
 
 LEVELS = (0.5, 0.9, 0.95, 0.99, 0.999)
 
@@ -75,19 +74,6 @@ def quantile(values: Sequence[float], level: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def poisson_quantile(level: float, mean: float) -> int:
-    """The smallest k with P(Poisson(mean) <= k) >= level. Raises ValueError for a level outside [0, 1) or a negative mean."""
-    if not 0.0 <= level < 1.0 or not 0.0 <= mean < math.inf:
-        raise ValueError(f"poisson_quantile: level {level} from 0 to below 1, mean {mean} from 0")
-    low, high = -1, max(1, math.ceil(mean))
-    while 1.0 - gamma_cdf(mean, high + 1.0) < level:
-        low, high = high, 2 * high
-    while high - low > 1:  # P(N <= k) = 1 - gamma_cdf(mean, k + 1)
-        middle = (low + high) // 2
-        low, high = (middle, high) if 1.0 - gamma_cdf(mean, middle + 1.0) < level else (low, middle)
-    return high
 
 
 def repair_tail(trace: FaultTrace, cause: str | None = None) -> RepairTail:

@@ -223,6 +223,19 @@ def short_gaps(gaps: Sequence[float], limit_s: float = 3600.0) -> ShortGaps:
 # ---- which nodes
 
 
+def poisson_quantile(level: float, mean: float) -> int:
+    """The smallest k with P(Poisson(mean) <= k) >= level. Raises ValueError for a level outside [0, 1) or a negative mean."""
+    if not 0.0 <= level < 1.0 or not 0.0 <= mean < math.inf:
+        raise ValueError(f"poisson_quantile: level {level} from 0 to below 1, mean {mean} from 0")
+    low, high = -1, max(1, math.ceil(mean))
+    while 1.0 - gamma_cdf(mean, high + 1.0) < level:
+        low, high = high, 2 * high
+    while high - low > 1:  # P(N <= k) = 1 - gamma_cdf(mean, k + 1)
+        middle = (low + high) // 2
+        low, high = (middle, high) if 1.0 - gamma_cdf(mean, middle + 1.0) < level else (low, middle)
+    return high
+
+
 def faults_by_node(trace: FaultTrace) -> list[int]:
     """Number of faults of each node, the worst first, zeros included."""
     counts = sorted(Counter(fault.node for fault in trace.faults).values(), reverse=True)
@@ -246,14 +259,12 @@ def concentration(trace: FaultTrace, top_share: float) -> Concentration:
 
 def _poisson_top(share: float, mean: float) -> float:
     """Mean number of faults, per node of all, on the `share` of nodes with the most when each has a Poisson number."""
-    pmf, above, k = math.exp(-mean), 1.0, 0
-    while above - pmf > share:  # after the loop: nodes with more than k faults are at most `share`
-        above -= pmf
-        k += 1
-        pmf *= mean / k
-    beyond = max(0.0, above - pmf)
+    if share <= 0.0:
+        return 0.0
+    k = poisson_quantile(1.0 - share, mean)  # nodes with more than k faults are at most `share`; some with k fill it up
+    at_least = gamma_cdf(mean, k) if k else 1.0
     # Faults on nodes with more than k: mean * P(at least k).
-    return mean * above + k * (share - beyond)
+    return mean * at_least + k * (share - gamma_cdf(mean, k + 1.0))
 
 
 def lemons(trace: FaultTrace, false_discovery: float = 0.05) -> list[Lemon]:
