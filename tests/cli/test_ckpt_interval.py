@@ -108,6 +108,11 @@ class TestRunFlags:
         assert (plan()["failure_prior"], plan()["power_ramp_s"]) == (None, 0)
         assert plan("--failure-prior", "5")["failure_prior"] == "5"
 
+    def test_advice_reaches_it(self) -> None:
+        config = plan("--advice", "auto", "--mttr", "7200")
+        assert (config["advice"], config["mttr_s"]) == ("auto", 7200.0)
+        assert (plan()["advice"], plan()["mttr_s"]) == ("off", None)
+
     @pytest.mark.parametrize(
         "args",
         [("--failure-prior", "0"), ("--failure-prior", "none.json"), ("--power-ramp", "-1"), ("--power-ramp", "x")],

@@ -346,6 +346,14 @@ class TestLimits:
             limits.learn(150.0)
         assert limits.limit_s(make_look()) == pytest.approx(150 * SAFETY_FACTOR + 50 * SPREAD_FACTOR)
 
+    def test_the_floor_can_be_lower_and_long_gaps_go_before_it(self, make_look: MakeLook) -> None:
+        limits = HangLimits("auto", 600.0, {}, floor_s=80.0)
+        for _ in range(LEARN_STEPS):
+            limits.learn(1.0)
+        assert limits.limit_s(make_look()) == 80.0
+        limits.learn(30.0)
+        assert limits.limit_s(make_look()) > 30.0 * SAFETY_FACTOR
+
     def test_a_floor_can_be_raised_after_a_learned_limit_was_wrong(self, make_look: MakeLook) -> None:
         limits = HangLimits("auto", 600, {}, patience=2)
         for _ in range(LEARN_STEPS):

@@ -92,8 +92,8 @@ def _spares(plan: Plan) -> Table:
     spares = plan.spares
     assert spares is not None
     title = (
-        f"spares: {spares.mean_down:.3g} nodes in repair on average; p99 {spares.p99} (Poisson {spares.p99_poisson}), "
-        f"p99.9 {spares.p999}"
+        f"spares: {spares.mean_down:.3g} nodes in repair on average; p99 {spares.p99} (Poisson {spares.p99_poisson}, "
+        f"with the bursts of a public trace {spares.p99_bursts}), p99.9 {spares.p999}"
     )
     table = _table(title, "", "spares", "waits", "goodput", "paid goodput")
     rows = [("best by paid goodput", spares.best)]

@@ -79,13 +79,13 @@ def spares_to_wait_for(source: Source, history: FailureHistory | None, nodes: in
     may_be = [
         (1.0, mean_down(nodes, each, 1.0, source.repair_s)) for each in (rate.low, rate.rate_per_node_day, rate.high)
     ]
-    best = choose(may_be, nodes, may_be[1][1]).best.spares
+    best = choose(may_be, nodes, may_be[1][1], at_most=most).best.spares
     return Advised(
         what="spares",
-        value=float(min(best, most)),
+        value=float(best),
         reason=(
             f"{nodes} nodes at {1000.0 * rate.rate_per_node_day:.3g} failures per 1000 node-days "
             f"({1000.0 * rate.low:.2g} to {1000.0 * rate.high:.3g}) and {source.repair_s / 3600.0:.3g} h of repair: "
-            f"{best} are best by goodput of all nodes that are paid for; at most {most} were asked for"
+            f"of at most {most} that were asked for {best} are best, by goodput of all nodes that are paid for"
         ),
     )

@@ -12,10 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import msgspec
 
 DAY_S = 86_400.0
+TRACE_PEAKEDNESS = 5.7
+"""Variance over mean of the nodes down at once in InfiniteHBD-Trace (400 GPU nodes, 345 days; docs/traces.md); LANL's have 1.1."""
+MOST_PER_NODE = 4
+LEAST_TRIED = 64
+"""Spares that are tried at most: so many for each node, and some."""
+CURVE_POINTS = 40
+_LARGE = 1e5
+"""Means above which quantiles are a normal distribution's: good to a thousandth there."""
 _NO_LOAD = 1e-12
 _STEPS = 2000
 """Of the integral for a fraction of a server."""
@@ -54,10 +63,12 @@ class SparePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Spares that are enough in 99 and 99.9 % of time: quantiles of the number in repair."""
     p99_poisson: int
     """The same if failures knew nothing of one another."""
+    p99_bursts: int
+    """The same at TRACE_PEAKEDNESS, when that is more: failures in bursts, and some repairs that take months."""
     best: SpareChoice
     given: SpareChoice | None
     curve: list[SpareChoice]
-    """From none to twice the best."""
+    """At up to 41 counts, from none to twice the best."""
     blocks: Blocks | None = None
 
 
@@ -70,7 +81,8 @@ def poisson_quantile(p: float, mean: float) -> int:
     """The least k with P(X <= k) >= p for X of a Poisson distribution. 0 <= p < 1."""
     if mean <= 0.0:
         return 0
-    # Terms relative to the mode's, so that a large mean does not underflow.
+    if mean > _LARGE:
+        return _normal_quantile(p, mean, mean)
     k = 0
     log_term = -mean
     total = 0.0
@@ -82,10 +94,16 @@ def poisson_quantile(p: float, mean: float) -> int:
         log_term += math.log(mean / k)
 
 
+def _normal_quantile(p: float, mean: float, variance: float) -> int:
+    return max(0, math.ceil(mean + NormalDist().inv_cdf(max(p, 1e-12)) * math.sqrt(variance) - 0.5))
+
+
 def negative_binomial_quantile(p: float, mean: float, peakedness: float) -> int:
     """The same for a negative binomial distribution with variance `peakedness` times the mean; Poisson's at 1."""
     if peakedness <= 1.0 + 1e-9 or mean <= 0.0:
         return poisson_quantile(p, mean)
+    if mean > _LARGE:
+        return _normal_quantile(p, mean, mean * peakedness)
     shape = mean / (peakedness - 1.0)
     share = 1.0 - 1.0 / peakedness
     log_term = -shape * math.log(peakedness)
@@ -137,32 +155,49 @@ def choose(
     *,
     given: int | None = None,
     block_nodes: int = 0,
+    at_most: int | None = None,
 ) -> SparePlan:
     """The spares that maximise paid goodput, beside the quantiles at the expected `load`.
 
     `may_be`: equally probable pairs of the job's goodput when it is never short, and the load; each choice is the mean over them.
+    `at_most`: no more spares are tried.
     With `block_nodes` also the best number in each block, when spares cannot leave theirs. Raises ValueError for a load below 0.
     """
 
     def choice(spares: int) -> SpareChoice:
         return _choice(may_be, nodes, spares, lambda each: 1.0 - stall_share(spares, each, peakedness))
 
-    highest = max(at for _, at in may_be)
-    most = int(highest + 8.0 * math.sqrt(highest * peakedness) + 8.0 * peakedness)
-    curve = [choice(k) for k in range(most + 1)]
-    best = max(curve, key=lambda c: c.goodput_paid)
-    shown = max(2 * best.spares, negative_binomial_quantile(0.999, load, peakedness)) + 1
+    most = MOST_PER_NODE * nodes + LEAST_TRIED if at_most is None else at_most
+    best = _best(choice, most)
+    shown = max(1, min(most, max(2 * best.spares, negative_binomial_quantile(0.999, load, peakedness))))
     return SparePlan(
         mean_down=load,
         peakedness=peakedness,
         p99=negative_binomial_quantile(0.99, load, peakedness),
         p999=negative_binomial_quantile(0.999, load, peakedness),
         p99_poisson=poisson_quantile(0.99, load),
+        p99_bursts=negative_binomial_quantile(0.99, load, max(peakedness, TRACE_PEAKEDNESS)),
         best=best,
         given=None if given is None else choice(given),
-        curve=curve[: shown + 1],
+        curve=[choice(k) for k in sorted({round(i * shown / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})],
         blocks=_in_blocks(may_be, nodes, load, peakedness, block_nodes) if block_nodes else None,
     )
+
+
+def _best(choice: Callable[[int], SpareChoice], most: int) -> SpareChoice:
+    """The choice from 0 to `most` with the highest paid goodput.
+
+    Waiting falls ever more slowly with each spare (Erlang's B is convex in the servers; Messerli, 1972), so goodput is concave in
+    the spares and over a straight line has one maximum: bisection of the sign of its step finds it.
+    """
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if choice(middle + 1).goodput_paid > choice(middle).goodput_paid:
+            low = middle + 1
+        else:
+            high = middle
+    return choice(low)
 
 
 def _choice(
@@ -190,6 +225,5 @@ def _in_blocks(
             may_be, nodes, each * blocks, lambda at: (1.0 - stall_share(each, at / blocks, peakedness)) ** blocks
         )
 
-    most = int(load / blocks + 12.0 * math.sqrt(load / blocks * peakedness) + 12.0 * peakedness)
-    best = max((choice(k) for k in range(most + 1)), key=lambda c: c.goodput_paid)
+    best = _best(choice, MOST_PER_NODE * block_nodes + LEAST_TRIED)
     return Blocks(block_nodes=block_nodes, blocks=blocks, spares_per_block=best.spares // blocks, choice=best)

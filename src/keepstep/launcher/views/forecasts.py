@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.goodput.calibration import Calibration, Forecast, Happened, calibrate
+from keepstep.goodput.calibration import Calibration, Forecast, Happened, calibrate, make_forecast
+from keepstep.goodput.campaign import RateKnowledge
 from keepstep.goodput.history import FAILURE_RULES
+from keepstep.goodput.job import Job, RestartPhases, Tier
 from keepstep.goodput.partition import CAUSE_STARTUP, RECOVERY_PHASES, START_PHASES, partition
 from keepstep.launcher.coordination.journal import read_marks
-from keepstep.records.codec import from_json, from_rfc3339, to_json
+from keepstep.records.codec import from_json, from_rfc3339, rfc3339, to_json
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
 
@@ -22,6 +24,10 @@ FILE = "forecasts.jsonl"
 LEFT_OUT = frozenset({"queue", "init", "drain"})
 """Phases that no forecast is about."""
 NS_PER_S = 1_000_000_000
+ADVICE_DAYS = 30.0
+"""What an interval that is chosen anew all the time is a forecast for; comparisons take the time that has passed."""
+COSTS = ("value", "block_s", "persist_lag_s", "nodes", "rate_shape", "rate_node_days", "dispersion")
+"""What a mark of the interval says it was computed from."""
 
 
 def keep(run_dir: Path, forecast: Forecast) -> Path:
@@ -59,11 +65,37 @@ def read(run_dir: Path) -> list[Forecast]:
 
 def calibrations(run_dir: Path, now_ns: int | None = None) -> list[Calibration]:
     """Each forecast of a run beside what happened since. `now_ns`: end of a run that goes on. Raises StorageError."""
-    found = read(run_dir)
-    if not found:
-        return []
     marks = read_marks(run_dir)
+    found = sorted([*read(run_dir), *_advised(marks)], key=lambda each: each.made_at)
     return [calibrate(each, happened(marks, from_rfc3339(each.made_at), now_ns)) for each in found]
+
+
+def _advised(marks: Sequence[Mark]) -> list[Forecast]:
+    """What each change of the trainer's interval forecast, by what had been measured up to then.
+
+    A restart takes as long as the median of those before it, and no time when there was none.
+    """
+    found = []
+    for mark in marks:
+        a = mark.attrs
+        if mark.kind != "advised" or a.get("what") != "interval_s" or not set(COSTS) <= set(a):
+            continue
+        before = happened([m for m in marks if m.t_ns <= mark.t_ns], 0, mark.t_ns)
+        rate = RateKnowledge(
+            shape=a["rate_shape"], node_days=a["rate_node_days"], source="the run", dispersion=a["dispersion"]
+        )
+        job = Job(
+            nodes=a["nodes"],
+            rate_per_node_day=rate.mean,
+            interval_s=a["value"],
+            tiers=(Tier(name="checkpoint", block_s=a["block_s"], persist_lag_s=a["persist_lag_s"]),),
+            restart=RestartPhases(start_s=before.restart_s or 0.0),
+        )
+        made_at = rfc3339(mark.t_ns)
+        found.append(
+            make_forecast(job, rate, ADVICE_DAYS, made_at=made_at, source="advice", reason=a.get("reason", ""))
+        )
+    return found
 
 
 def happened(marks: Sequence[Mark], since_ns: int, now_ns: int | None = None) -> Happened:
