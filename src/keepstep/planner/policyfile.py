@@ -1,14 +1,14 @@
 """The file form of a RulesPolicy, TOML or JSON, until a package `policy` takes its place.
 
-    default = "ask_human"                 # where no rule holds; ask_human if not given
+default = "ask_human"                 # where no rule holds; ask_human if not given
 
-    [[rule]]                              # the first one whose conditions all hold
-    class = ["hardware", "fabric"]        # one or several
-    tier = "certain"                      # one or several
-    signature = "xid."                    # begin of it
-    min_confidence = 0.9                  # of the class, 0 to 1
-    min_incidents = 2                     # of the node within a day, this one counted
-    action = "cordon_node"
+[[rule]]                              # the first one whose conditions all hold
+class = ["hardware", "fabric"]        # one or several
+tier = "certain"                      # one or several
+signature = "xid."                    # begin of it
+min_confidence = 0.9                  # of the class, 0 to 1
+min_incidents = 2                     # of the node within a day, this one counted
+action = "cordon_node"
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def parse_policy(text: str, path: str) -> RulesPolicy:
     found = _parsed(text, path)
     for key in found:
         if key not in _TOP:
-            raise ConfigError(f"policy {path}: {key}: no such key; it may hold default and [[rule]] tables{_near(key, _TOP)}")
+            raise ConfigError(
+                f"policy {path}: {key}: no such key; it may hold default and [[rule]] tables{_near(key, _TOP)}"
+            )
     tables = found.get("rule", [])
     if not isinstance(tables, list):
         raise ConfigError(f"policy {path}: rule {tables!r}: write each rule as a [[rule]] table")

@@ -104,7 +104,9 @@ def _lines(blocks: Iterator[bytes], name: str) -> Iterator[bytes]:
         *whole, rest = (rest + block).split(b"\n")
         yield from whole
         if len(rest) > LONGEST_LINE_BYTES:
-            raise ConfigError(f"{name}: a line of more than {LONGEST_LINE_BYTES >> 20} MiB; give JSON lines of {SCHEMA}")
+            raise ConfigError(
+                f"{name}: a line of more than {LONGEST_LINE_BYTES >> 20} MiB; give JSON lines of {SCHEMA}"
+            )
     if rest:
         yield rest
 
@@ -118,7 +120,9 @@ def _event(line: bytes) -> Event:
     if not isinstance(fields, dict):
         raise _BadLine(f"not a JSON object: {_shown(fields)}")
     if fields.get("schema") != SCHEMA:
-        raise _BadLine(f"schema {_shown(fields.get('schema'))}: must be {SCHEMA!r}, as `keepstep scan -o jsonl` prints it")
+        raise _BadLine(
+            f"schema {_shown(fields.get('schema'))}: must be {SCHEMA!r}, as `keepstep scan -o jsonl` prints it"
+        )
     for text, nanos in _TIMES:
         if text in fields:
             _take_time(fields, text, nanos)
