@@ -59,7 +59,9 @@ VERBS: dict[str, Verb] = {
     "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "scan": Verb("keepstep.cli.scan:scan", "Find known faults in log lines, or follow the kernel's log.", "diagnose"),
     "replay": Verb(
-        "keepstep.cli.replay:replay", "Run recorded events through attribution and policies; price the difference.", "diagnose"
+        "keepstep.cli.replay:replay",
+        "Run recorded events through attribution and policies; price the difference.",
+        "diagnose",
     ),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
     "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),

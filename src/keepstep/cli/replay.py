@@ -52,8 +52,12 @@ class _History(NamedTuple):
     metavar="P",
     help=f"{', '.join(BUILT_IN)} [default: all of these], or a file of rules (TOML, JSON); repeatable.",
 )
-@click.option("--baseline", default="restart-always", show_default=True, metavar="P", help="What others are compared with.")
-@click.option("--labels", multiple=True, type=click.Path(path_type=Path), help="What `keepstep label` stored; repeatable.")
+@click.option(
+    "--baseline", default="restart-always", show_default=True, metavar="P", help="What others are compared with."
+)
+@click.option(
+    "--labels", multiple=True, type=click.Path(path_type=Path), help="What `keepstep label` stored; repeatable."
+)
 @click.option("--human", type=DURATION, metavar="TIME", help="Until a person has come and decided [default: 30m].")
 @click.option("--verify", type=DURATION, metavar="TIME", help="Until a healthy node taken out is back [default: 6h].")
 @click.option("--reset", type=DURATION, metavar="TIME", help="Reset of a GPU, on top of --restart [default: 0].")
@@ -163,9 +167,7 @@ def _free() -> Prices:
 _FREE = _free()
 
 
-def _read(
-    paths: Sequence[str], catalog: Catalog, labels: Sequence[Path], skip_bad: bool, as_of_then: bool
-) -> _History:
+def _read(paths: Sequence[str], catalog: Catalog, labels: Sequence[Path], skip_bad: bool, as_of_then: bool) -> _History:
     """Read, cut into incidents and judge; say on stderr what was left out. Raises ConfigError, NotFoundError, KeepstepError."""
     from keepstep.cli.replay_labels import labels_of
     from keepstep.launcher.eventhistory import as_of_then as without_later_marks
@@ -185,7 +187,9 @@ def _read(
     labelled = labels_of(labels, incidents)
     for text in labelled.unmatched:
         note(f"label not used: {text}")
-    return _History(events, incidents, history_of(events, incidents), labelled.classes, _counts(events, lines.bad, catalog))
+    return _History(
+        events, incidents, history_of(events, incidents), labelled.classes, _counts(events, lines.bad, catalog)
+    )
 
 
 def _counts(events: Sequence[Event], bad: Sequence[str], catalog: Catalog) -> dict[str, Any]:
@@ -242,7 +246,8 @@ def _record(
         "assumptions": None if prices is None else _assumptions(prices, rate_from),
         "baseline": baseline,
         "incidents": [
-            _incident_fields(one, number, history.labels, accounts, prices) for number, one in enumerate(history.incidents)
+            _incident_fields(one, number, history.labels, accounts, prices)
+            for number, one in enumerate(history.incidents)
         ],
         "policies": [_account_fields(a, base, prices) for a in accounts],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from keepstep.cli.output import format_duration_s
@@ -51,12 +52,13 @@ def _incident_columns(record: Fields) -> list[Column]:
         Column("TIER", lambda r: r["tier"]),
         Column("SIGNATURE", lambda r: r["signature"], wide=True),
         Column("ID", lambda r: r["id"], wide=True),
-        *(Column(name.upper(), lambda r, n=name: _done(r["policies"][n])) for name in names),
+        *(Column(name.upper(), functools.partial(_done, name)) for name in names),
     ]
 
 
-def _done(cost: Fields) -> str | None:
+def _done(policy: str, incident: Fields) -> str | None:
     """What a policy did about an incident, and for how much."""
+    cost = incident["policies"][policy]
     if cost["prevented_by"] is not None:
         return "prevented"
     if cost["action"] is None:
@@ -80,7 +82,7 @@ def _policy_columns(record: Fields, priced: bool) -> list[Column]:
     columns += [
         Column("SPARES", lambda r: r["spares"], right=True),
         Column("LOST", lambda r: format_duration_s(r["cost_s"]), right=True),
-        Column("FOR A NODE", lambda r: format_duration_s(r["stall_s"]), wide=True, right=True),
+        Column("FOR A NODE", lambda r: format_duration_s(r["stall_s"]), right=True),
         Column("GPU-HOURS", lambda r: f"{r['gpu_hours']:.1f}", right=True),
         Column("SAVED H", lambda r: f"{r['saved_hours']:+.2f}", right=True),
         Column("SAVED GPU-H", lambda r: f"{r['saved_gpu_hours']:+.1f}", right=True),

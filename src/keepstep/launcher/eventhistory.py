@@ -90,9 +90,9 @@ def past_incidents(events: Sequence[Event], catalog: Catalog) -> list[PastIncide
 
     Stale events belong to none. Events without a time cannot be placed and are left out.
     """
-    timed = [e for e in events if e.time_ns is not None]
+    timed = [part for e in events if e.time_ns is not None for part in _ends_apart(e, catalog)]
     works = [e for e in timed if e.stale is None and e.signature in catalog and goes_on(catalog[e.signature])]
-    steps = sorted(e.last_ns or e.time_ns or 0 for e in works)
+    steps = sorted(e.time_ns or 0 for e in works)
     found: list[PastIncident] = []
     for stretch in sorted(incidents(timed, catalog), key=_when):
         over = [i for i in found if _over(i.end_ns, stretch.end_ns or 0, steps)]
@@ -134,6 +134,18 @@ def _merged(found: Sequence[PastIncident]) -> list[list[PastIncident]]:
             groups.append([one])
             end_ns = one.end_ns
     return groups
+
+
+def _ends_apart(event: Event, catalog: Catalog) -> list[Event]:
+    """Steps from the first to the last of a log as two events: the first was known while the last was still to come."""
+    if event.last_ns is None or event.signature not in catalog or not goes_on(catalog[event.signature]):
+        return [event]
+    attrs = event.attrs
+    order, quality = attrs.get("last_order", event.order), attrs.get("last_quality", event.time_quality)
+    last = msgspec.structs.replace(
+        event, time_ns=event.last_ns, last_ns=None, count=max(1, event.count - 1), order=order, time_quality=quality
+    )
+    return [_known_at(event, event.time_ns or 0), last]
 
 
 def _over(end_ns: int, now_ns: int, steps: Sequence[int]) -> bool:

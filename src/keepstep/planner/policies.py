@@ -25,7 +25,7 @@ class Decided(NamedTuple):
 
 
 class NodeHistory(NamedTuple):
-    """What a policy knows of the node of an incident: the earlier ones there that it met, oldest first. `node` None: none is named."""
+    """What a policy knows of the node of an incident: `earlier` ones there that it met, oldest first. `node` None: not named."""
 
     node: str | None
     time_s: float
