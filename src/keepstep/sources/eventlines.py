@@ -45,8 +45,8 @@ class _BadLine(Exception):
 def read_event_lines(paths: Sequence[str], *, skip_bad: bool = False) -> EventLines:
     """The events of all files, plain, gzip or zstd; "-" is standard input.
 
-    Raises ConfigError naming file, line, key and value of the first line that is no event, unless `skip_bad`; KeepstepError naming
-    a file that cannot be read.
+    Raises ConfigError naming file, line, key and value of the first line that is no event, unless `skip_bad`, and the package that
+    a zstd file needs; KeepstepError naming a file that cannot be read.
     """
     events: list[Event] = []
     bad: list[str] = []
@@ -57,6 +57,8 @@ def read_event_lines(paths: Sequence[str], *, skip_bad: bool = False) -> EventLi
             else:
                 with open(path, "rb") as file:
                     _read(file, path, skip_bad, events, bad)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{path}: zstd needs {error.name}: pip install 'keepstep[diagnose]'") from error
         except OSError as error:
             raise KeepstepError(f"{path}: cannot be read: {error.strerror or error}") from error
     return EventLines(in_order(events), bad)
