@@ -59,6 +59,11 @@ VERBS: dict[str, Verb] = {
     "learn": Verb("keepstep.cli.learn:learn", "Weigh signs anew by incidents whose cause was verified."),
     "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "scan": Verb("keepstep.cli.scan:scan", "Find known faults in log lines, or follow the kernel's log.", "diagnose"),
+    "replay": Verb(
+        "keepstep.cli.replay:replay",
+        "Run recorded events through attribution and policies; price the difference.",
+        "diagnose",
+    ),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
     "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),
     "doctor": Verb("keepstep.cli.doctor:doctor", "Say which settings will cost the job time, why, and the fix."),

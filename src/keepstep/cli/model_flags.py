@@ -103,11 +103,14 @@ def job_options(function: F) -> F:
     return function
 
 
-def job_from_flags(flags: Mapping[str, Any]) -> Job:
+def job_from_flags(flags: Mapping[str, Any], *, rate_per_1000: float | None = None) -> Job:
     """The job that the flags describe; its interval is the exact optimum of the first tier's blocking time unless given.
 
+    `rate_per_1000`: failures per 1000 node-days where --failure-rate is not given; without it the flag is needed.
     Raises ConfigError naming the flag that is missing or makes no sense.
     """
+    if flags.get("failure_rate") is None and rate_per_1000 is not None:
+        flags = {**flags, "failure_rate": rate_per_1000}
     for name in ("gpus", "failure_rate"):
         if flags.get(name) is None:
             raise ConfigError(f"--{name.replace('_', '-')} is needed; give it")
