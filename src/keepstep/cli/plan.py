@@ -15,6 +15,7 @@ from keepstep.cli.goodput import find_run
 from keepstep.cli.measured import measured, measured_phases, rate_prior
 from keepstep.cli.model_flags import DURATION, SHARE, job_from_flags, job_options
 from keepstep.cli.output import emit, note, output_option
+from keepstep.cli.plan_history import Seen, from_events, from_trace, take
 from keepstep.cli.plan_table import render
 from keepstep.cli.run_flags import Number
 from keepstep.goodput.calibration import Forecast, make_forecast
@@ -36,6 +37,8 @@ ABOVE_0 = Number(above=True, unit="")
 @click.option("--sku", default="unknown", help="GPU model, for its published failure rate (A100, H100).")
 @click.option("--failures", type=Number(unit="failures"), metavar="N", help="Interruptions seen, with --node-days.")
 @click.option("--node-days", type=Number(above=True, unit="node-days"), metavar="N", help="In so much node time.")
+@click.option("--events", multiple=True, metavar="FILE", help="Count interruptions in events (keepstep scan -o jsonl).")
+@click.option("--trace", metavar="FILE[#NAME]", help="Rate, repair and bursts of a failure trace (docs/traces.md).")
 @click.option(
     "--dispersion",
     type=Number(least=1.0, unit="times Poisson's variance"),
@@ -109,11 +112,12 @@ def compute(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, s
     fixed_interval = flags.get("interval") is not None
     _size(flags, origins)
     seen = _measure(folders, flags, origins)
+    history = _history(flags, origins)
     derived = _derive(flags, origins)
     if flags.get("restart") is None and flags.get("start") is None:
         flags["restart"] = 0.0
         origins["restart"] = "default: restarts take no time; give --restart for a forecast that counts them"
-    rate = _rate(flags, folders, seen, origins)
+    rate = _rate(flags, folders, history or seen, origins)
     flags["failure_rate"] = 1000.0 * rate.mean
     one_number = flags["restart"] is not None
     job = _phases(job_from_flags(flags if one_number else {**flags, "replace_s": None}), flags)
@@ -145,7 +149,7 @@ def _size(flags: dict[str, Any], origins: dict[str, str]) -> None:
         flags["gpus"], origins["gpus"] = nodes * per_node, f"{nodes} nodes of {per_node} GPUs"
 
 
-def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, str]) -> tuple[float, float]:
+def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, str]) -> Seen:
     """Fill what flags leave open from the runs: costs from the newest that says them. Failures and node-days of all of them."""
     failures = node_days = 0.0
     for folder in folders:
@@ -162,7 +166,7 @@ def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, 
         phases = measured_phases(folder)
         if phases and not {"restart", "start", "kinds"} & {n for n, o in origins.items() if o == "given"}:
             _take_phases(phases, flags, origins, where)
-    return failures, node_days
+    return Seen(failures, node_days, f"{len(folders)} run(s)")
 
 
 def _take_phases(phases: dict[str, float], flags: dict[str, Any], origins: dict[str, str], where: str) -> None:
@@ -218,31 +222,39 @@ def _derive(flags: dict[str, Any], origins: dict[str, str]) -> Derived | None:
     return found
 
 
-def _rate(
-    flags: dict[str, Any], folders: Sequence[Path], seen: tuple[float, float], origins: dict[str, str]
-) -> RateKnowledge:
-    """A given rate alone weighs GIVEN_SHAPE failures; with counts it is a prior that they outweigh."""
-    failures, node_days = flags["failures"], flags["node_days"]
-    if (failures is None) != (node_days is None):
+def _history(flags: dict[str, Any], origins: dict[str, str]) -> Seen | None:
+    """What --failures, --events or --trace say; None without any of them. Raises ConfigError."""
+    given = [name for name in ("failures", "events", "trace") if flags[name] not in (None, ())]
+    if (flags["failures"] is None) != (flags["node_days"] is None):
         raise ConfigError("--failures and --node-days belong together: so many interruptions in so much node time")
-    dispersion = flags["dispersion"]
-    if failures is not None:
-        seen = (failures, node_days)
-        origins["failures"] = f"given: {failures:g} in {node_days:g} node-days"
-    elif seen[1] > 0.0:
-        origins["failures"] = f"{len(folders)} run(s): {seen[0]:g} in {seen[1]:.4g} node-days"
-    rate = flags["failure_rate"]
-    if seen[1] <= 0.0:
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]} both say how often nodes fail; give one of them")
+    if not given:
+        return None
+    if flags["failures"] is not None:
+        return Seen(flags["failures"], flags["node_days"], "given")
+    if flags["events"]:
+        if flags["gpus"] is None:
+            raise ConfigError("--events needs --nodes or --gpus: how many nodes the events are of")
+        return from_events(flags["events"], -(-flags["gpus"] // flags["gpus_per_node"]))
+    found = from_trace(flags["trace"])
+    take(found, flags, origins)
+    return found
+
+
+def _rate(flags: dict[str, Any], folders: Sequence[Path], seen: Seen, origins: dict[str, str]) -> RateKnowledge:
+    """A given rate alone weighs GIVEN_SHAPE failures; with counts it is a prior that they outweigh."""
+    dispersion, rate = flags["dispersion"], flags["failure_rate"]
+    if seen.node_days <= 0.0:
         if rate is not None:
             return given_rate(rate / 1000.0, f"given, taken to rest on {GIVEN_SHAPE:g} failures", dispersion)
         prior = rate_prior(None, flags["sku"], None)
         origins["failure_rate"] = prior.source
         note(f"no failure rate is given: {1000.0 * prior.rate_per_node_day:g} per 1000 node-days, {prior.source}")
         return given_rate(prior.rate_per_node_day, prior.source, dispersion)
-    text = None if rate is None else f"{rate:g}"
-    found = estimate_rate(
-        rate_prior(text, flags["sku"], folders[-1] if folders else None), *seen, dispersion=dispersion
-    )
+    origins["failures"] = f"{seen.origin}: {seen.failures:g} in {seen.node_days:.4g} node-days"
+    prior = rate_prior(None if rate is None else f"{rate:g}", flags["sku"], folders[-1] if folders else None)
+    found = estimate_rate(prior, seen.failures, seen.node_days, dispersion=dispersion)
     source = f"{found.prior.source}; {origins['failures']}"
     origins["failure_rate"] = source
     return RateKnowledge(

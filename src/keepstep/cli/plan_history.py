@@ -1,0 +1,82 @@
+"""What a history says of failures to `plan`: events of a fleet, or a failure trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keepstep.planner.traces import FaultTrace
+from keepstep.records.errors import ConfigError
+
+DAY_S = 86_400.0
+
+
+class Seen(NamedTuple):
+    """Interruptions in so much node time, and where that is from; the rest is None where a history does not say it."""
+
+    failures: float
+    node_days: float
+    origin: str
+    repair_s: float | None = None
+    peakedness: float | None = None
+    dispersion: float | None = None
+
+
+def from_events(paths: Sequence[str], nodes: int) -> Seen:
+    """Interruptions in events as `keepstep scan -o jsonl` prints them, of a job on so many nodes from the first event to the last.
+
+    Raises ConfigError for a line that is none, and for events that span no time.
+    """
+    from keepstep.catalog.load import shipped
+    from keepstep.launcher.eventhistory import as_of_then, count_interruptions
+    from keepstep.sources.eventlines import read_event_lines
+
+    found = count_interruptions(as_of_then(read_event_lines(paths).events), shipped())
+    if found.span_days <= 0.0:
+        raise ConfigError(
+            f"--events {' '.join(paths)}: the events span no time; give --failures and --node-days instead"
+        )
+    node_days = nodes * found.span_days
+    origin = f"--events: {found.interruptions} interruptions from {found.first} to {found.last}, {nodes} nodes"
+    return Seen(found.interruptions, node_days, origin)
+
+
+def from_trace(spec: str) -> Seen:
+    """Rate, repair, peakedness and dispersion of a failure trace: FILE, or FILE#NAME of several in it. Raises ConfigError."""
+    from keepstep.planner.tracerepair import nodes_down, repair_tail
+    from keepstep.planner.traces import read_traces
+    from keepstep.planner.tracestats import dispersion, incidents
+
+    path, mark, name = spec.rpartition("#")
+    traces = read_traces(Path(path if mark else spec))
+    chosen = [trace for trace in traces if not mark or trace.name == name]
+    if len(chosen) != 1:
+        names = ", ".join(trace.name for trace in traces)
+        raise ConfigError(
+            f"--trace {spec}: name one of {names}, as in --trace {path if mark else spec}#{traces[0].name}"
+        )
+    trace = chosen[0]
+    merged = incidents(trace)
+    begins = [incident.begin_s for incident in merged]
+    down = nodes_down(trace)
+    return Seen(
+        len(merged),
+        trace.nodes * trace.days,
+        f"trace {trace.name}: {len(merged)} incidents in {trace.nodes} x {trace.days:.4g} node-days",
+        repair_s=_repair_s(trace, repair_tail(trace).mean_s),
+        peakedness=max(1.0, down.peakedness) if down.mean > 0.0 else None,
+        dispersion=max(1.0, dispersion(begins, 1.0)) if len(begins) > 1 else None,
+    )
+
+
+def _repair_s(trace: FaultTrace, mean_s: float) -> float | None:
+    """Mean repair; None when the trace knows no end of any fault."""
+    return mean_s if trace.faults and mean_s > 0.0 else None
+
+
+def take(seen: Seen, flags: dict[str, Any], origins: dict[str, str]) -> None:
+    """Fill what flags leave open with what the history says beside the rate."""
+    for value, flag in ((seen.repair_s, "mttr"), (seen.peakedness, "peakedness"), (seen.dispersion, "dispersion")):
+        if value is not None and origins.get(flag) != "given":
+            flags[flag], origins[flag] = value, seen.origin
