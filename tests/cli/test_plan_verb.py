@@ -130,7 +130,8 @@ class TestFlags:
         assert record["inputs"]["delta_s"] == pytest.approx(1.12e12 / 16_384 / 20e9)
         assert "assumed" in record["inputs"]["origins"]["delta"]
         given = plan(
-            "--nodes", "64", "--params", "70e9", "--storage-gbps", "20", "--delta", "7", "--failure-rate", "6.5", "--stage-gbps", "5"
+            "--nodes", "64", "--params", "70e9", "--storage-gbps", "20", "--delta", "7", "--failure-rate", "6.5",
+            "--stage-gbps", "5",
         )  # fmt: skip
         assert (given["inputs"]["delta_s"], given["inputs"]["origins"]["delta"]) == (7.0, "given")
 

@@ -29,6 +29,9 @@ DAY_S = 86_400.0
 NEVER = 1e-12
 """Failures in one period of the last tier; below this none is expected, and the geometric sum would divide 0 by 0."""
 
+HOPELESS = 1e-100
+"""A restart that is never reached: its outage is longer than anything, and still a number."""
+
 
 class Outage(msgspec.Struct, frozen=True):
     """Means of one outage, in seconds, and how it ends."""
@@ -75,7 +78,7 @@ def outage(job: Job, rate_per_s: float) -> Outage:
 def _after_failure(job: Job, rate_per_s: float, need: int, later: Sequence[Outage]) -> Outage:
     """The rest of an outage after a failure while tier `need` was needed (-1: while training). `later`: of farther tiers."""
     levels = len(job.tiers)
-    again = 0.0  # probability that another failure comes in the same state
+    stay = 0.0  # probability that no other failure comes in the same state; summed, since 1 minus the rest would lose its digits
     mean = second = detect = 0.0
     cross = 0.0  # time before another failure in the same state
     tiers = [0.0] * levels
@@ -89,16 +92,17 @@ def _after_failure(job: Job, rate_per_s: float, need: int, later: Sequence[Outag
         detect += kind.share * (kind.detect_s * known + known_s)
         tiers[tier] += kind.share * done
         if tier == need:
-            again += kind.share * (1.0 - done)
+            stay += kind.share * done
             cross += kind.share * failed_s
         else:
+            stay += kind.share
             rest = later[tier]
             mean += kind.share * (1.0 - done) * rest.mean_s
             second += kind.share * ((1.0 - done) * rest.second_moment_s2 + 2.0 * failed_s * rest.mean_s)
             detect += kind.share * (1.0 - done) * rest.detect_s
             for index, share in enumerate(rest.tiers):
                 tiers[index] += kind.share * (1.0 - done) * share
-    stay = 1.0 - again
+    stay = max(stay, HOPELESS)
     mean /= stay
     return Outage(
         mean_s=mean,
