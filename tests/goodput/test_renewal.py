@@ -160,12 +160,13 @@ def jobs(draw: st.DrawFn) -> Job:
     times = st.floats(0.0, 600.0)
     interval_s = draw(st.floats(30.0, 20_000.0))
     count = draw(st.integers(1, 3))
+    lags = sorted(draw(st.lists(st.floats(0.0, 1.0), min_size=count, max_size=count)))
     tiers = tuple(
         Tier(
             name=f"t{i}",
             every=1 if i == 0 else draw(st.integers(1, 12)),
             block_s=draw(st.floats(0.01, 300.0)),
-            persist_lag_s=draw(st.floats(0.0, 1.0)) * interval_s,
+            persist_lag_s=lags[i] * interval_s,
             load_s=draw(times),
         )
         for i in range(count)
@@ -199,7 +200,9 @@ def test_the_shares_add_up(job: Job) -> None:
     lost = (there.checkpoint, there.rework, there.persist_lag, there.detection, there.restart, there.straggler)
     assert there.exact + math.fsum(lost) == pytest.approx(1.0, abs=1e-9)
     assert min(there.exact, *lost) >= -1e-9
-    assert there.exact <= there.exact_restart_immune + 1e-9
+    if len({job.restart_s(kind) for kind in job.kinds}) == 1 and len(job.tiers) == 1:
+        # Otherwise a failure may cut a long wait short, such as a crash the wait for a hang to be noticed.
+        assert there.exact <= there.exact_restart_immune + 1e-9
 
 
 @given(jobs(), st.floats(1.01, 10.0))

@@ -134,7 +134,8 @@ def kept_share(job: Job, rates_per_s: Sequence[float], *, lags: bool = True) -> 
         for tier, period in zip(job.tiers, periods, strict=True):
             base_s = max(base_s, tier.persist_lag_s / period + job.tiers[0].block_s)
     rate_top = rates_per_s[top]
-    within = _transform(job, rates_per_s, top, rate_top, base_s)
+    missed = _missed(job, rates_per_s, top, rate_top, base_s)
+    within = 1.0 - missed
     work_s = periods[top] * tau_s
     if within <= 0.0:
         return 0.0
@@ -144,13 +145,15 @@ def kept_share(job: Job, rates_per_s: Sequence[float], *, lags: bool = True) -> 
         lag_s = job.tiers[top].persist_lag_s if lags else 0.0
         total = math.fsum(rates_per_s)
         durable = math.exp(-total * lag_s)
-        missed = within * (math.exp(-rate_top * lag_s) - durable)
+        late = within * (math.exp(-rate_top * lag_s) - durable)
         # A life leaves its last durable save behind: each boundary is reached with one factor more, and counts when it or a later
         # one before the end becomes durable.
-        kept = rate_top * work_s * durable / (1.0 - missed) * within / -math.expm1(math.log(within))
+        kept = rate_top * work_s * durable / (1.0 - late) * within / missed
     for index in range(top):
         if lags:
-            kept *= math.exp(-rates_per_s[index] * job.tiers[index].persist_lag_s)
+            # Where a farther tier gets every save too and has it sooner, its copy counts.
+            same = [t.persist_lag_s for t, p in zip(job.tiers, periods, strict=True) if p == periods[index]]
+            kept *= math.exp(-rates_per_s[index] * min(same))
     return kept
 
 
@@ -163,30 +166,37 @@ def _periods(job: Job) -> list[int]:
     return periods
 
 
-def _transform(
+def _missed(
     job: Job, rates_per_s: Sequence[float], level: int, s_per_s: float, base_s: float, extra_s: float = 0.0
 ) -> float:
-    """E[exp(-s Y)], Y the training time to pass all intervals up to the next save to tier `level`, with failures of nearer tiers.
+    """1 - E[exp(-s Y)], Y the training time to pass all intervals up to the next save to tier `level`, nearer failures included.
 
     Failures of `level` itself are not in it: they are what ends the stretch, or what the caller adds. `extra_s`: by so much the
-    last interval is longer, for saves to farther tiers.
+    last interval is longer, for saves to farther tiers. The difference from 1 is what is computed throughout, since for rare
+    failures the rest would lose its digits.
     """
     if level == 0:
-        return math.exp(-s_per_s * (base_s + extra_s))
-    tier = job.tiers[level]
-    inner = level - 1
+        return -math.expm1(-s_per_s * (base_s + extra_s))
+    tier, inner = job.tiers[level], level - 1
 
     def passed(extra: float) -> float:
+        """With failures of the tier below, which go back to its last save: 1 - (s + r) H / (s + r H)."""
         rate = rates_per_s[inner]
-        h = _transform(job, rates_per_s, inner, s_per_s + rate, base_s, extra)
-        return h if rate == 0.0 else (s_per_s + rate) * h / (s_per_s + rate * h)
+        missed = _missed(job, rates_per_s, inner, s_per_s + rate, base_s, extra)
+        if rate == 0.0:
+            return missed
+        whole = s_per_s + rate * (1.0 - missed)
+        return s_per_s * missed / whole if whole > 0.0 else 1.0
 
     last = passed(tier.block_s + extra_s)
-    return last if tier.every == 1 else float(passed(0.0) ** (tier.every - 1) * last)
+    if tier.every == 1 or last >= 1.0:
+        return last
+    first = passed(0.0)
+    return 1.0 if first >= 1.0 else -math.expm1((tier.every - 1) * math.log1p(-first) + math.log1p(-last))
 
 
 def _mean_s(job: Job, rates_per_s: Sequence[float], level: int, base_s: float, extra_s: float = 0.0) -> float:
-    """Mean of the Y of `_transform`."""
+    """Mean of the Y of `_missed`; infinite where no interval is ever passed."""
     if level == 0:
         return base_s + extra_s
     tier, inner = job.tiers[level], level - 1
@@ -195,8 +205,8 @@ def _mean_s(job: Job, rates_per_s: Sequence[float], level: int, base_s: float, e
         rate = rates_per_s[inner]
         if rate == 0.0:
             return _mean_s(job, rates_per_s, inner, base_s, extra)
-        h = _transform(job, rates_per_s, inner, rate, base_s, extra)
-        return (1.0 - h) / (rate * h)
+        missed = _missed(job, rates_per_s, inner, rate, base_s, extra)
+        return missed / (rate * (1.0 - missed)) if missed < 1.0 else math.inf
 
     last = passed(tier.block_s + extra_s)
     return last if tier.every == 1 else (tier.every - 1) * passed(0.0) + last
