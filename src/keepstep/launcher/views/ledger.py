@@ -120,10 +120,11 @@ def layouts_of(records: Iterable[Record]) -> Layouts:
             if levels:
                 racks[node] = "/".join(levels)
             if key is None or key[0] != attempt:
-                # Until the first cycle the nodes that have come are what is held.
+                # An attempt that never gets to a cycle holds the nodes that have come.
                 sizes[(attempt, -1)] = Size(gpus=sum(ranks.values()))
         elif kind == "cycle":
             key = (attempt, record.get("cycle", 0))
+            sizes.pop((attempt, -1), None)
             layout = [(str(name), int(count)) for name, _, count in record.get("layout") or []]
             each = max((count for _, count in layout), default=0)
             spares = tuple(map(str, record.get("spares") or ()))
