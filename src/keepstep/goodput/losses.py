@@ -230,7 +230,7 @@ def losses_of(
     stragglers: Sequence[SlowSpan] | None = None,
     price: float | None = None,
 ) -> JobLosses:
-    """The losses of pieces, of a whole run or of the window they were clipped to."""
+    """The losses of pieces, of a whole run or of the window they were clipped to. `verified`: what `pieces` was told of."""
     verified = verified or Verified()
     sums = tallies(found, stragglers)
     unknown = {
