@@ -220,11 +220,17 @@ def exposures_of(record: RunRecord) -> list[Exposure]:
         if interval.cycle is not None:
             key = (interval.attempt, interval.cycle)
             spans[key] = (spans.get(key, (interval.begin_ns, 0))[0], interval.end_ns)
+    stays: dict[str, list[tuple[int, int]]] = {}
+    for key, (begin_ns, end_ns) in spans.items():
+        for node in record.sizes[key].nodes if key in record.sizes else ():
+            own = stays.setdefault(node, [])
+            # Cycles follow each other without a gap: a node that stays is one exposure, not one a cycle.
+            joins = bool(own) and own[-1][1] == begin_ns
+            own.append((own.pop()[0] if joins else begin_ns, end_ns))
     return [
         Exposure(node=node, run_id=record.run_id, begin_ns=begin_ns, end_ns=end_ns, sku=record.skus.get(node, only))
-        for key, (begin_ns, end_ns) in spans.items()
-        if key in record.sizes
-        for node in record.sizes[key].nodes
+        for node, own in stays.items()
+        for begin_ns, end_ns in own
     ]
 
 

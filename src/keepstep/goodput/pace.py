@@ -80,11 +80,12 @@ def _segments(facts: CycleFacts) -> list[_Segment]:
     """From each sampled count of steps to the next one, without the block that followed the first of them."""
     found = []
     counts = sorted(facts.steps_ns)
+    # A block that names no step lies anywhere: a stretch with one measures saving too.
+    unnamed = [block for block in facts.blocks if block.step is None]
     for low, high in pairwise(counts):
         begin_ns = max(facts.steps_ns[low], facts.resumed_ns.get(low, 0))
         end_ns = facts.steps_ns[high]
-        # A block that names no step lies somewhere inside: that stretch measures saving too.
-        inside = any(b.step is None and b.begin_ns < end_ns and begin_ns < b.end_ns for b in facts.blocks)
+        inside = any(b.begin_ns < end_ns and begin_ns < b.end_ns for b in unnamed)
         if begin_ns < end_ns and not inside:
             found.append(_Segment(begin_ns, end_ns, high - low))
     return found
