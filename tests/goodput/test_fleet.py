@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from keepstep.goodput.slo import check_objective
 from keepstep.goodput.verified import FaultRecord
 from keepstep.records.codec import from_json, to_json
 from keepstep.records.errors import ConfigError
-from keepstep.records.losses import PARTS, Amount
+from keepstep.records.losses import KEPT_APART, LOSSES, PARTS, Amount
 from keepstep.records.timeline import Mark, MarkKind
 
 H = NS_PER_H
@@ -164,6 +165,38 @@ class TestTotals:
         assert from_json(to_json(found), FleetGoodput) == found
         assert found.schema == "keepstep.fleet_goodput/1"
         assert found.rates.schema == "keepstep.fleet_rates/1"
+
+
+def test_names_that_others_rely_on() -> None:
+    assert LOSSES == ("detection", "decision", "replacement", "rollback", "straggler", "false_positive")
+    assert set(KEPT_APART) == {"productive", "ckpt_block", "queue", "startup", "drain", "other"}
+    told = json.loads(to_json(fleet([run("one", 0, 8)], 0, 20 * H, slo=0.9)))
+    assert set(told) >= {
+        *(
+            "schema",
+            "since",
+            "until",
+            "price_usd_per_gpu_h",
+            "wall",
+            "totals",
+            "unknown_in",
+            "loss_shares",
+            "explained",
+        ),
+        *("by_cause", "by_class", "by_node", "by_rack", "incidents", "slo", "rates", "runs", "left_out"),
+    }
+    assert set(told["totals"]) >= {
+        "parts",
+        "ratios",
+        "paid",
+        "slow_steps",
+        "actions",
+        "actions_verified",
+        "actions_wrong",
+    }
+    assert set(told["totals"]["parts"]["rollback"]) == {"time_ns", "time_s", "gpu_ns", "gpu_h", "usd"}
+    assert {"class", "cause", "node", "rack", "cost", "wrong"} <= set(told["incidents"][0])
+    assert {"sku", "class", "per_1000_node_days", "low", "high"} <= set(told["rates"]["rates"][0])
 
 
 class TestUnknown:

@@ -15,7 +15,7 @@ from tests.goodput.test_partition_properties import Story
 from keepstep.goodput import partition, summarise
 from keepstep.goodput.facts import CycleKey
 from keepstep.goodput.losses import Size, Tally, clip, job_losses, losses_of, pieces, size_of, tallies
-from keepstep.goodput.pace import MIN_SEGMENTS, SlowSpan, apart, pace_of
+from keepstep.goodput.pace import MIN_SEGMENTS, WINDOW_STEPS, SlowSpan, apart, pace_of
 from keepstep.goodput.partition import read_history
 from keepstep.goodput.verified import Acted, FaultRecord, Verified, verified_of
 from keepstep.records.cycle import Cycle, RankPlace
@@ -220,36 +220,58 @@ def paced(step_times_s: list[float], block_at: int | None = None, cycle: int = 0
 
 class TestPace:
     def test_median_over_best(self) -> None:
-        times = [9.0] + [1.0] * 20 + [1.25] * 40
+        times = [9.0] + [1.0] * 100 + [1.25] * 200
         pace = pace_of(read_history(paced(times)).cycles, {})
         assert pace is not None
         assert pace.factor == 1.25
-        assert sum(span.lost_ns for span in pace.spans) == 10 * S
+        assert sum(span.lost_ns for span in pace.spans) == 50 * S
 
-    def test_blocks_are_no_steps(self) -> None:
-        pace = pace_of(read_history(paced([1.0] * 40, block_at=17)).cycles, {})
+    def test_single_slow_steps_average_out(self) -> None:
+        pace = pace_of(read_history(paced([1.0, 1.5] * 150)).cycles, {})
+        assert pace is not None
+        assert pace.factor == 1.0
+
+    def test_sparse_samples_are_taken_as_they_are(self) -> None:
+        marks = [mark(0, "cycle_started"), *(mark(100 * k, "step", step=50 * k) for k in range(1, 40))]
+        pace = pace_of(read_history(marks).cycles, {})
         assert pace is not None
         assert (pace.factor, pace.spans) == (1.0, ())
 
+    def test_blocks_are_no_steps(self) -> None:
+        pace = pace_of(read_history(paced([1.0] * 250, block_at=17)).cycles, {})
+        assert pace is not None
+        assert (pace.factor, pace.spans) == (1.0, ())
+
+    def test_a_block_that_names_no_step_makes_its_stretch_useless(self) -> None:
+        block = mark(60, "ckpt_block", begin_ns=55 * S, end_ns=60 * S)
+        marks = [
+            *(m if m.t_ns < 55 * S else msgspec.structs.replace(m, t_ns=m.t_ns + 5 * S) for m in paced([1.0] * 300))
+        ]
+        pace = pace_of(read_history([*marks, block]).cycles, {})
+        assert pace is not None
+        assert pace.spans == ()
+
     def test_too_few_samples_say_nothing(self) -> None:
-        assert pace_of(read_history(paced([1.0] * MIN_SEGMENTS)).cycles, {}) is None
-        assert pace_of(read_history(paced([1.0] * (MIN_SEGMENTS + 1))).cycles, {}) is not None
+        most = MIN_SEGMENTS * WINDOW_STEPS
+        assert pace_of(read_history(paced([1.0] * most)).cycles, {}) is None
+        assert pace_of(read_history(paced([1.0] * (most + 1))).cycles, {}) is not None
 
     def test_another_number_of_ranks_has_another_pace(self) -> None:
-        marks = paced([1.0] * 30) + paced([2.0] * 30, cycle=1, begin_s=100)
+        marks = paced([1.0] * 211) + paced([2.0] * 211, cycle=1, begin_s=1000)
         cycles = read_history(marks).cycles
         mixed, split = pace_of(cycles, {}), pace_of(cycles, {(0, 0): 8, (0, 1): 4})
         assert mixed is not None
         assert split is not None
         assert (split.factor, split.spans) == (1.0, ())
-        assert sum(span.lost_ns for span in mixed.spans) == 29 * S
+        assert sum(span.lost_ns for span in mixed.spans) == 210 * S
 
     def test_slow_steps_are_reported_beside_the_losses(self) -> None:
-        record = summarise("r", 0, [mark(0, "run_started"), *paced([1.0] * 20 + [1.5] * 20), mark(60, "run_ended")], [])
+        marks = [mark(0, "run_started"), *paced([1.0] * 101 + [1.5] * 110), mark(300, "run_ended")]
+        record = summarise("r", 0, marks, [])
         assert record.losses is not None
         assert record.losses.ratios.step_time_factor == 1.5
         assert record.losses.slow_steps is not None
-        assert record.losses.slow_steps.time_s == 10
+        assert record.losses.slow_steps.time_s == 55
         assert record.straggler_tax_s is None
 
 

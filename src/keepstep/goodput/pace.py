@@ -10,8 +10,10 @@ import msgspec
 
 from keepstep.goodput.facts import CycleFacts, CycleKey
 
+WINDOW_STEPS = 10
+"""Samples are taken together until they cover so many steps: a single step is mostly noise, and the best of them luck."""
 MIN_SEGMENTS = 20
-"""Stretches between two samples on the same number of ranks, below which neither median nor best means anything."""
+"""Stretches of that length on the same number of ranks, below which neither median nor best means anything."""
 BEST_SHARE = 0.1
 """The best pace is the one that this share of the steps kept or beat: the minimum alone would be noise."""
 
@@ -77,17 +79,22 @@ def apart(spans: Sequence[SlowSpan]) -> tuple[SlowSpan, ...]:
 
 
 def _segments(facts: CycleFacts) -> list[_Segment]:
-    """From each sampled count of steps to the next one, without the block that followed the first of them."""
-    found = []
-    counts = sorted(facts.steps_ns)
+    """Stretches of at least WINDOW_STEPS steps from one sample to another, without blocks; what is left over is in none."""
+    found: list[_Segment] = []
     # A block that names no step lies anywhere: a stretch with one measures saving too.
     unnamed = [block for block in facts.blocks if block.step is None]
-    for low, high in pairwise(counts):
-        begin_ns = max(facts.steps_ns[low], facts.resumed_ns.get(low, 0))
+    first: int | None = None
+    begin_ns = 0
+    for low, high in pairwise(sorted(facts.steps_ns)):
+        resumed_ns = facts.resumed_ns.get(low, 0)
+        if first is None or resumed_ns > facts.steps_ns[low]:
+            first, begin_ns = low, max(facts.steps_ns[low], resumed_ns)
         end_ns = facts.steps_ns[high]
-        inside = any(b.begin_ns < end_ns and begin_ns < b.end_ns for b in unnamed)
-        if begin_ns < end_ns and not inside:
-            found.append(_Segment(begin_ns, end_ns, high - low))
+        if end_ns <= begin_ns or any(b.begin_ns < end_ns and begin_ns < b.end_ns for b in unnamed):
+            first = None
+        elif high - first >= WINDOW_STEPS:
+            found.append(_Segment(begin_ns, end_ns, high - first))
+            first = None
     return found
 
 

@@ -37,8 +37,8 @@ class Ratios(msgspec.Struct, frozen=True, kw_only=True):
     paid_gpu_goodput: float | None = None
     """Productive GPU-time over GPU-time of all nodes that were held, spares and start-up included, queue not."""
     step_time_factor: float | None = None
-    """Median step time over the best (the pace of the fastest tenth of steps, on as many ranks): 1.08 is 8 % slower. None of the
-    ratios above sees slow steps."""
+    """Median step time over the best (the pace of the fastest tenth, in stretches of ten steps, on as many ranks): 1.08 is 8 %
+    slower. None of the ratios above sees slow steps."""
 
 
 class JobLosses(msgspec.Struct, frozen=True, kw_only=True):
