@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from keepstep.records.errors import ConfigError, StorageError
 from keepstep.records.label import Label, label_path
 from keepstep.records.losses import LOSSES
 from tests.cli.story import BASE_NS, CYCLES, END, FAULT, FIRST, SECOND, Record, S, keepstep, mark, opening, write_run
+from tests.cli.test_goodput_verb import BASE_INSTALL
 
 WHOLE: list[Record] = [*FIRST, *FAULT, *SECOND, *END]
 VERDICT = {
@@ -271,6 +275,29 @@ class TestRecord:
         write_run(home / "job-1", WHOLE, cycles=cycles)
         assert account().runs[0].gpus == 2  # two ranks share one
 
+    def test_racks_of_a_topology_file_go_first(self, home: Path, tmp_path: Path) -> None:
+        run_dir = write_run(home / "job-1", WHOLE)
+        topology = tmp_path / "topology"
+        topology.write_text("a spine1 leaf1\nb spine1 leaf2\n")
+        config = json.loads((run_dir / "run.json").read_bytes()) | {"topology": str(topology)}
+        (run_dir / "run.json").write_text(json.dumps(config))
+        assert [row.key for row in account().by_rack] == ["spine1/leaf2"]
+        topology.unlink()
+        result = keepstep("goodput", "--fleet", "-o", "json")
+        assert "racks are what nodes said of themselves" in result.stderr
+        assert [row["key"] for row in json.loads(result.stdout)["by_rack"]] == ["rack"]
+
+    def test_records_of_unknown_forms_are_passed_over(self, home: Path) -> None:
+        odd: list[Record] = [
+            {"type": "cycle", "cycle": 7, "layout": [["a"], 3, ["a", "h", "two"]]},
+            {"type": "node", "node": "z", "nproc": "many", "levels": "rack"},
+            {"type": "excluded", "node": ["z"]},
+            mark(16, "attributed", incident=4, tier="certain", entity="b", **{"class": 3}),
+        ]
+        write_run(home / "job-1", [*WHOLE, *odd])
+        assert account().wall.time_s == 32
+        assert keepstep("goodput", "job-1", "-o", "json").exit_code == 0
+
 
 class TestFalsePositiveTax:
     def test_unknown_until_somebody_verifies(self, home: Path) -> None:
@@ -362,3 +389,13 @@ def test_a_folder_that_cannot_be_read_is_named(home: Path) -> None:
     (run_dir / "journal" / "000001.jsonl").mkdir()
     with pytest.raises(StorageError, match="job-1: cannot read the journal: Is a directory"):
         read_ledger(run_dir, BASE_NS)
+
+
+def test_it_works_on_the_base_install(home: Path, tmp_path: Path) -> None:
+    write_run(home / "job-1", WHOLE)
+    blocked = {"starlette", "uvicorn", "websockets", "cryptography", "torch", "numpy", "yaml", "re2", "zstandard"}
+    command = [sys.executable, "-c", BASE_INSTALL.format(blocked=blocked), "goodput", "--fleet", "-o", "table"]
+    env = {**os.environ, "NO_COLOR": "1", "KEEPSTEP_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fleet: 1 runs" in done.stdout

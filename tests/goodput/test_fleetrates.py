@@ -18,8 +18,9 @@ from keepstep.goodput.bursts import (
     dispersion_of,
     lemons,
 )
-from keepstep.goodput.fleetrates import ALL, RateRow, fleet_rates, prior_of_others
-from keepstep.goodput.rates import TYPICAL_DISPERSION, estimate_rate, published_prior
+from keepstep.goodput.fleetrates import ALL, RateRow, fleet_rates, prior_file, prior_of_others
+from keepstep.goodput.rates import TYPICAL_DISPERSION, estimate_rate, parse_prior, published_prior
+from keepstep.records.codec import to_json
 
 MIN_NS = 60_000_000_000
 
@@ -247,3 +248,10 @@ class TestRates:
         assert prior.shape == pytest.approx(known.shape + 5 / TYPICAL_DISPERSION)
         assert prior.node_days == pytest.approx(known.node_days + 200 / TYPICAL_DISPERSION)
         assert prior_of_others(failures, spans, "A100") == published_prior("A100")
+
+    def test_rates_are_a_prior_that_runs_can_be_given(self) -> None:
+        failures = [failure(day * DAY_NS, f"n{day}", sku="H100") for day in range(9)]
+        found = fleet_rates(failures, nodes(20, 10), 0, 10 * DAY_NS)
+        prior = parse_prior(to_json(prior_file(found)).decode(), "H100", "--failure-prior")
+        assert prior.shape == pytest.approx(0.5 + 9 / TYPICAL_DISPERSION)
+        assert prior.node_days == pytest.approx(200 / TYPICAL_DISPERSION)

@@ -172,12 +172,7 @@ def fleet(
             price=price,
             runs_left_out=len(runs) - len(sized),
         ),
-        rates=fleet_rates(
-            [f for run in runs for f in failures_of(run.record)],
-            [e for run in runs for e in exposures_of(run.record)],
-            begin_ns,
-            end_ns,
-        ),
+        rates=rates_of([run.record for run in runs], begin_ns, end_ns),
         runs=sorted(rows, key=lambda row: (-lost_ns(row.losses), row.run_id)),
         left_out=list(left_out),
     )
@@ -190,6 +185,13 @@ def _clipped(record: RunRecord, begin_ns: int, end_ns: int) -> _Run:
 
 
 # ---- what rates are made from
+
+
+def rates_of(records: Sequence[RunRecord], begin_ns: int, end_ns: int) -> FleetRates:
+    """Failure rates of the runs' nodes in the window [begin_ns, end_ns)."""
+    failures = [failure for record in records for failure in failures_of(record)]
+    exposures = [exposure for record in records for exposure in exposures_of(record)]
+    return fleet_rates(failures, exposures, begin_ns, end_ns)
 
 
 def failures_of(record: RunRecord) -> list[Failure]:

@@ -18,7 +18,15 @@ from keepstep.goodput.bursts import (
     dispersion_of,
     lemons,
 )
-from keepstep.goodput.rates import PRIOR_SHAPE, Prior, RateEstimate, estimate_rate, published_prior
+from keepstep.goodput.rates import (
+    PRIOR_SHAPE,
+    Prior,
+    PriorEntry,
+    PriorFile,
+    RateEstimate,
+    estimate_rate,
+    published_prior,
+)
 from keepstep.records.codec import rfc3339
 
 ALL = "all"
@@ -125,6 +133,18 @@ def prior_of_others(
     begin_ns, end_ns = min(s.begin_ns for s in spans), max(s.end_ns for s in spans)
     dispersion = dispersion_of([b.first.t_ns for b in found], spans, begin_ns, end_ns).value
     return _prior(sku, [b for b in found if b.first.sku == sku], _node_days(own), dispersion, "other runs of the fleet")
+
+
+def prior_file(rates: FleetRates) -> PriorFile:
+    """The rates as `keepstep.failure_prior/1`, which --failure-prior of runs takes; counts weigh by the dispersion measured."""
+    return PriorFile(
+        schema="keepstep.failure_prior/1",
+        skus={
+            row.sku: PriorEntry(failures=row.failures / row.dispersion, node_days=row.node_days / row.dispersion)
+            for row in rates.rates
+            if row.fault_class == ALL
+        },
+    )
 
 
 def clipped(exposures: Iterable[Exposure], begin_ns: int, end_ns: int) -> list[Exposure]:

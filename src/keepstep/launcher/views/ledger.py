@@ -18,10 +18,11 @@ from keepstep.goodput.rates import sku_of
 from keepstep.goodput.verified import Acted, FaultRecord
 from keepstep.launcher.coordination.incidents import incident_id, is_incident
 from keepstep.launcher.coordination.journal import Record, epoch_path, epochs, parse_line, read_records
+from keepstep.launcher.coordination.topology import read_topology
 from keepstep.launcher.views.view import is_led, read_object, run_id_of
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import Cycle
-from keepstep.records.errors import KeepstepError, StorageError
+from keepstep.records.errors import ConfigError, KeepstepError, StorageError
 from keepstep.records.label import read_label
 from keepstep.records.timeline import Mark
 
@@ -62,6 +63,8 @@ def read_ledger(run_dir: Path, now_ns: int, *, sku: str = UNKNOWN) -> tuple[RunR
         raise StorageError(f"{run_dir}: the journal has no marks yet")
     problems: list[str] = []
     layouts = layouts_of(records)
+    racks = {**layouts.racks, **_racks_of_file(run_dir, problems)}
+    layouts = msgspec.structs.replace(layouts, racks=racks)
     sizes = {**layouts.sizes, **_recorded_sizes(run_dir, layouts.sizes, problems)}
     if not sizes:
         raise StorageError(f"{run_dir}: neither journal nor cycle records say how many ranks the run has")
@@ -114,18 +117,17 @@ def layouts_of(records: Iterable[Record]) -> Layouts:
         if kind == "open":
             attempt = record.get("attempt", attempt)
         elif kind == "node" and isinstance(node, str):
-            ranks[node] = record.get("nproc") or 0
-            # A level that only holds this node says nothing about its neighbours.
-            levels = [str(name) for name in record.get("levels") or [] if name != node]
-            if levels:
-                racks[node] = "/".join(levels)
+            count = record.get("nproc")
+            ranks[node] = count if isinstance(count, int) else 0
+            if rack := rack_of(node, record.get("levels")):
+                racks[node] = rack
             if key is None or key[0] != attempt:
                 # An attempt that never gets to a cycle holds the nodes that have come.
                 sizes[(attempt, -1)] = Size(gpus=sum(ranks.values()))
         elif kind == "cycle":
             key = (attempt, record.get("cycle", 0))
             sizes.pop((attempt, -1), None)
-            layout = [(str(name), int(count)) for name, _, count in record.get("layout") or []]
+            layout = _layout(record)
             each = max((count for _, count in layout), default=0)
             spares = tuple(map(str, record.get("spares") or ()))
             sizes[key] = Size(
@@ -144,6 +146,37 @@ def layouts_of(records: Iterable[Record]) -> Layouts:
         ended=frozenset(ended),
         racks=racks,
     )
+
+
+def _layout(record: Record) -> list[tuple[str, int]]:
+    """Nodes of a cycle and their numbers of ranks; entries of an unknown form are none."""
+    found: list[tuple[str, int]] = []
+    for entry in record.get("layout") or []:
+        match entry:
+            case [str(name), _, int(count)]:
+                found.append((name, count))
+    return found
+
+
+def rack_of(node: str, levels: object) -> str | None:
+    """The innermost group of the network that a node shares with others, with those around it: its rack. None: not known."""
+    # A level that only holds this node says nothing about its neighbours.
+    names = [str(name) for name in levels if name != node] if isinstance(levels, list) else []
+    return "/".join(names) or None
+
+
+def _racks_of_file(run_dir: Path, problems: list[str]) -> dict[str, str]:
+    """Racks by the run's --topology file, which goes before what nodes said of themselves, as it did for the run."""
+    path = read_object(run_dir / "run.json").get("topology")
+    if not isinstance(path, str) or not path:
+        return {}
+    try:
+        places = read_topology(Path(path))
+    except ConfigError as error:
+        problems.append(f"{run_dir}: racks are what nodes said of themselves: {error}")
+        return {}
+    found = {node: rack_of(node, levels) for node, levels in places.items()}
+    return {node: rack for node, rack in found.items() if rack}
 
 
 def _recorded_sizes(run_dir: Path, told: Mapping[CycleKey, Size], problems: list[str]) -> dict[CycleKey, Size]:
@@ -199,7 +232,7 @@ def faults_of(
         sure = verdict.get("tier") in ATTRIBUTED_TIERS
         node = _entity(verdict, "node") if sure else None
         node = node or _text(mark.attrs.get("node"))
-        rule = mark.attrs.get("rule") or rules.get(key)
+        rule = _text(mark.attrs.get("rule")) or _text(rules.get(key))
         acted: Acted = "ended" if name in layouts.ended else "evicted" if key in layouts.evicted else ""
         try:
             label = read_label(run_dir, name)
