@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -220,14 +223,25 @@ class TestRates:
         assert fleet_rates([], nodes(3, 3), 0, 3 * DAY_NS).without_lemons == []
 
     def test_the_recent_rate_has_the_time_before_as_its_prior(self) -> None:
-        old = [failure(day * DAY_NS, f"n{day % 50}", sku="H100") for day in range(60)]
-        new = [failure(90 * DAY_NS + i * 7 * 3600 * 10**9, f"n{i}", sku="H100") for i in range(34)]
+        old = [failure(i * DAY_NS // 2, f"n{i % 50}", sku="H100") for i in range(186)]
+        new = [failure(93 * DAY_NS + i * 7 * 3600 * 10**9, f"n{i}", sku="H100") for i in range(24)]
         found = fleet_rates(old + new, nodes(50, 100), 0, 100 * DAY_NS)
         assert found.recent_days == 7
         recent = row(found.recent, "H100")
-        assert recent.node_days == 350
-        assert "the time before" in recent.prior.source
+        assert (recent.failures, recent.node_days, recent.prior_set_aside) == (24, 350, False)
+        assert "186 failures in 4650 node-days of the time before" in recent.prior.source
+        # The time before weighs as much as the seven days, and both less where failures come in bursts.
+        known, spread = published_prior("H100"), found.dispersion.value
+        assert recent.prior.node_days == pytest.approx(known.node_days + 350 / spread)
+        seen = known.shape + (186 * 350 / 4650 + 24) / spread
+        assert recent.per_1000_node_days == pytest.approx(seen / (known.node_days + 700 / spread) * 1000)
         assert recent.per_1000_node_days > row(found.rates, "H100").per_1000_node_days
+
+    def test_a_recent_change_that_the_time_before_denies_stands_alone(self) -> None:
+        new = [failure(93 * DAY_NS + i * 7 * 3600 * 10**9, f"n{i}", sku="H100") for i in range(24)]
+        recent = row(fleet_rates(new, nodes(50, 100), 0, 100 * DAY_NS).recent, "H100")
+        assert recent.prior_set_aside
+        assert recent.low < 24 / 350 * 1000 < recent.high
 
     def test_few_failures_take_the_longest_recent_time(self) -> None:
         found = fleet_rates([], nodes(5, 100), 0, 100 * DAY_NS)
@@ -255,3 +269,33 @@ class TestRates:
         prior = parse_prior(to_json(prior_file(found)).decode(), "H100", "--failure-prior")
         assert prior.shape == pytest.approx(0.5 + 9 / TYPICAL_DISPERSION)
         assert prior.node_days == pytest.approx(200 / TYPICAL_DISPERSION)
+
+
+def test_a_public_trace_is_counted_as_its_readers_did() -> None:
+    """400 GPU nodes in 345 days: incidents, those on several nodes, and the spread of daily and weekly counts."""
+    shared = os.environ.get("KEEPSTEP_SHARED")
+    path = Path(shared or "") / "data/traces/infinitehbd-fault_trace.json"
+    if not shared or not path.exists():
+        pytest.skip("KEEPSTEP_SHARED does not hold the trace")
+    trace = json.loads(path.read_bytes())
+    begin = min(e["event_time"] for e in trace)
+    end_ns = int((max(e["event_time"] for e in trace) - begin) * DAY_NS) + 1
+    names = sorted({e["node_id"] for e in trace})
+    failures = [
+        failure(int((e["event_time"] - begin) * DAY_NS), e["node_id"], sku="A100")
+        for e in trace
+        if e["event_type"] == "fault_start"
+    ]
+    names += [f"never-{i}" for i in range(400 - len(names))]
+    spans = [Exposure(node=node, run_id="r1", begin_ns=0, end_ns=end_ns, sku="A100") for node in names]
+    found = fleet_rates(failures, spans, 0, end_ns)
+    assert (found.failures, found.incidents) == (584, 482)
+    sizes = [len(burst.nodes) for burst in found.bursts]
+    assert (sum(size > 1 for size in sizes), max(sizes)) == (56, 14)
+    assert found.dispersion.daily == pytest.approx(1.8, abs=0.05)
+    assert found.dispersion.weekly == pytest.approx(4.1, abs=0.1)
+    assert found.dispersion.source == "weekly"
+    assert found.dispersion.p_value is not None
+    assert found.dispersion.p_value < 1e-9
+    assert 5 <= len(found.lemons) <= 20
+    assert found.without_lemons[0].per_1000_node_days < 0.92 * found.rates[0].per_1000_node_days

@@ -80,7 +80,8 @@ class FleetRates(msgspec.Struct, frozen=True, kw_only=True):
     """Over the whole window: for each GPU model all classes first, then each class that was seen."""
     recent_days: int
     recent: list[RateRow]
-    """All classes over the last `recent_days` days; the time before them is the prior where there is any."""
+    """All classes over the last `recent_days` days; the time before them is the prior where there is any, with at most their
+    weight."""
     lemons: list[Lemon]
     without_lemons: list[RateRow]
     """All classes, without the failures and the time of lemon nodes; empty without lemons."""
@@ -168,13 +169,17 @@ def _days_by_node(spans: Sequence[Exposure]) -> dict[str, float]:
     return {node: ns / DAY_NS for node, ns in node_ns.items()}
 
 
-def _prior(sku: str, found: Sequence[Burst], node_days: float, dispersion: float, whose: str) -> Prior:
-    """A Gamma prior from what was seen. Half a failure of the published prior stays in it: no failures are no rate of 0."""
+def _prior(sku: str, found: Sequence[Burst], node_days: float, discount: float, whose: str) -> Prior:
+    """A Gamma prior from what was seen, which weighs as much as a `discount`-th of it.
+
+    Half a failure of the published prior stays in it: no failures are no rate of 0.
+    """
     known = published_prior(sku)
     return Prior(
-        shape=known.shape + len(found) / dispersion,
-        node_days=known.node_days + node_days / dispersion,
-        source=f"{len(found)} failures in {node_days:.6g} node-days of {whose}, and half a failure at {known.source}",
+        shape=known.shape + len(found) / discount,
+        node_days=known.node_days + node_days / discount,
+        source=f"{len(found)} failures in {node_days:.6g} node-days of {whose} (1/{discount:.3g} of their weight), and half a "
+        f"failure at {known.source}",
     )
 
 
@@ -225,16 +230,23 @@ def _recent(
     dispersion: float,
     level: float,
 ) -> list[RateRow]:
-    """Rates since `edge_ns`, with what the fleet saw before it as the prior."""
+    """Rates since `edge_ns`, with what the fleet saw before it as the prior.
+
+    Rates change from month to month by more than chance. So the time before weighs at most as much as the recent time: years of
+    it would leave nothing of the last week.
+    """
     rows = []
     for sku in skus:
         own = [s for s in spans if s.sku == sku]
-        before = clipped(own, min(s.begin_ns for s in own), edge_ns)
+        before_days = _node_days(clipped(own, min(s.begin_ns for s in own), edge_ns))
         after_days = _node_days(clipped(own, edge_ns, max(s.end_ns for s in own)))
         mine = [b for b in found if b.first.sku == sku]
         old = [b for b in mine if b.first.t_ns < edge_ns]
-        prior = _prior(sku, old, _node_days(before), dispersion, "the time before") if before else published_prior(sku)
         if after_days > 0.0:
+            prior = published_prior(sku)
+            if before_days > 0.0:
+                discount = dispersion * max(1.0, before_days / after_days)
+                prior = _prior(sku, old, before_days, discount, "the time before")
             estimate = estimate_rate(prior, len(mine) - len(old), after_days, dispersion=dispersion, level=level)
             rows.append(_row(sku, ALL, estimate))
     return rows
