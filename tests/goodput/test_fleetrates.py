@@ -223,17 +223,17 @@ class TestRates:
         assert fleet_rates([], nodes(3, 3), 0, 3 * DAY_NS).without_lemons == []
 
     def test_the_recent_rate_has_the_time_before_as_its_prior(self) -> None:
-        old = [failure(i * DAY_NS // 2, f"n{i % 50}", sku="H100") for i in range(186)]
+        old = [failure(i * DAY_NS // 3, f"n{i % 50}", sku="H100") for i in range(279)]
         new = [failure(93 * DAY_NS + i * 7 * 3600 * 10**9, f"n{i}", sku="H100") for i in range(24)]
         found = fleet_rates(old + new, nodes(50, 100), 0, 100 * DAY_NS)
         assert found.recent_days == 7
         recent = row(found.recent, "H100")
         assert (recent.failures, recent.node_days, recent.prior_set_aside) == (24, 350, False)
-        assert "186 failures in 4650 node-days of the time before" in recent.prior.source
+        assert "279 failures in 4650 node-days of the time before" in recent.prior.source
         # The time before weighs as much as the seven days, and both less where failures come in bursts.
         known, spread = published_prior("H100"), found.dispersion.value
         assert recent.prior.node_days == pytest.approx(known.node_days + 350 / spread)
-        seen = known.shape + (186 * 350 / 4650 + 24) / spread
+        seen = known.shape + (279 * 350 / 4650 + 24) / spread
         assert recent.per_1000_node_days == pytest.approx(seen / (known.node_days + 700 / spread) * 1000)
         assert recent.per_1000_node_days > row(found.rates, "H100").per_1000_node_days
 
