@@ -231,11 +231,19 @@ class TestRates:
         assert (recent.failures, recent.node_days, recent.prior_set_aside) == (24, 350, False)
         assert "279 failures in 4650 node-days of the time before" in recent.prior.source
         # The time before weighs as much as the seven days, and both less where failures come in bursts.
-        known, spread = published_prior("H100"), found.dispersion.value
-        assert recent.prior.node_days == pytest.approx(known.node_days + 350 / spread)
-        seen = known.shape + (279 * 350 / 4650 + 24) / spread
-        assert recent.per_1000_node_days == pytest.approx(seen / (known.node_days + 700 / spread) * 1000)
+        spread = found.dispersion.value
+        assert recent.prior.node_days == pytest.approx(350 / spread)  # the published rate is denied by what was seen
+        seen = 0.5 + (279 * 350 / 4650 + 24) / spread
+        assert recent.per_1000_node_days == pytest.approx(seen / (700 / spread) * 1000)
         assert recent.per_1000_node_days > row(found.rates, "H100").per_1000_node_days
+
+    def test_a_published_rate_that_is_not_denied_stays_in_the_prior(self) -> None:
+        old = [failure(i * 10 * DAY_NS, f"n{i}", sku="H100") for i in range(8)]
+        found = fleet_rates(old, nodes(50, 100), 0, 100 * DAY_NS)
+        prior, known = row(found.recent, "H100").prior, published_prior("H100")
+        weight = 1500 / 3500 / found.dispersion.value  # 30 days after 70
+        assert prior.shape == pytest.approx(known.shape + 7 * weight)
+        assert prior.node_days == pytest.approx(known.node_days + 3500 * weight)
 
     def test_a_recent_change_that_the_time_before_denies_stands_alone(self) -> None:
         new = [failure(93 * DAY_NS + i * 7 * 3600 * 10**9, f"n{i}", sku="H100") for i in range(24)]

@@ -172,14 +172,16 @@ def _days_by_node(spans: Sequence[Exposure]) -> dict[str, float]:
 def _prior(sku: str, found: Sequence[Burst], node_days: float, discount: float, whose: str) -> Prior:
     """A Gamma prior from what was seen, which weighs as much as a `discount`-th of it.
 
-    Half a failure of the published prior stays in it: no failures are no rate of 0.
+    Half a failure of the published prior stays in it, no failures being no rate of 0, unless what was seen denies that rate.
     """
     known = published_prior(sku)
+    aside = estimate_rate(known, len(found), node_days).prior_set_aside
+    base = JEFFREYS if aside else known
+    also = "" if aside else f", and half a failure at {known.source}"
     return Prior(
-        shape=known.shape + len(found) / discount,
-        node_days=known.node_days + node_days / discount,
-        source=f"{len(found)} failures in {node_days:.6g} node-days of {whose} (1/{discount:.3g} of their weight), and half a "
-        f"failure at {known.source}",
+        shape=base.shape + len(found) / discount,
+        node_days=base.node_days + node_days / discount,
+        source=f"{len(found)} failures in {node_days:.6g} node-days of {whose} (1/{discount:.3g} of their weight){also}",
     )
 
 
