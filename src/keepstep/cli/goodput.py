@@ -1,10 +1,11 @@
-"""`keepstep goodput RUN`: where the wall-clock of a run went."""
+"""`keepstep goodput RUN`: where the wall-clock of a run went. Of many runs: `goodput_fleet`."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,17 @@ import click
 import msgspec
 
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, format_share, note, output_option
+from keepstep.cli.run_flags import Number
 from keepstep.goodput import summarise
-from keepstep.launcher.coordination.journal import epochs, read_marks
+from keepstep.goodput.partition import read_history
+from keepstep.goodput.verified import verified_of
+from keepstep.launcher.coordination.journal import epochs, read_records
 from keepstep.launcher.files import keepstep_home
+from keepstep.launcher.views.ledger import faults_of, layouts_of, marks_of
 from keepstep.records.codec import from_json
 from keepstep.records.cycle import PHASES, Cycle, CyclePhases, Goodput
 from keepstep.records.errors import ConfigError, StorageError
+from keepstep.records.losses import LOSSES, Amount, JobLosses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,20 +38,56 @@ UNLIMITED = 10_000
 CYCLE_PHASES = tuple(field.removesuffix("_s") for field in CyclePhases.__struct_fields__)
 
 
+BY = ("cause", "class", "node", "rack", "incident", "run")
+"""What the table of a fleet may be grouped by."""
+
+
 @click.command("goodput")
-@click.argument("run", metavar="RUN")
+@click.argument("runs", metavar="[RUN]...", nargs=-1)
 @click.option("--attempt", type=click.IntRange(min=0), help="Which life of the launcher; the default is the last one.")
 @click.option("--all-attempts", is_flag=True, help="Account all attempts as one; time between them is queue.")
+@click.option("--price", type=Number(above=True, unit="dollars"), metavar="USD", help="Dollars per GPU and hour.")
+@click.option("--fleet", is_flag=True, help="Account many runs together: all of RUN..., or all there are.")
+@click.option("--since", metavar="TIME", help="Fleet: from then on: 30d, 12h before now, or an RFC 3339 time.")
+@click.option(
+    "--slo", type=float, metavar="SHARE", help="Fleet: objective of ETTR, such as 0.9; shows its error budget."
+)
+@click.option("--by", type=click.Choice(BY), help="Fleet: what lost time is grouped by in the table (default cause).")
+@click.option("--sku", metavar="MODEL", help="Fleet: GPU model of nodes whose records name none, for failure rates.")
 @output_option
-def goodput(run: str, attempt: int | None, all_attempts: bool, output: str) -> None:
-    """Say where the wall-clock of RUN went, phase by phase and cycle by cycle.
+def goodput(
+    runs: tuple[str, ...],
+    attempt: int | None,
+    all_attempts: bool,
+    price: float | None,
+    fleet: bool,
+    since: str | None,
+    slo: float | None,
+    by: str | None,
+    sku: str | None,
+    output: str,
+) -> None:
+    """Say where the wall-clock of RUN went, phase by phase and cycle by cycle; with --fleet where that of many runs went.
 
-    RUN is a run folder, or the id of a run under $KEEPSTEP_HOME/runs (default ~/.keepstep/runs). A run that has not
-    ended is accounted up to now. JSON is `keepstep.goodput/1`; phases_ns and wall_ns are exact.
+    RUN is a run folder, or the id of a run under $KEEPSTEP_HOME/runs (default ~/.keepstep/runs); with --fleet also a folder
+    of run folders. A run that has not ended is accounted up to now. JSON is `keepstep.goodput/1`; phases_ns and wall_ns are
+    exact. Of a fleet it is `keepstep.fleet_goodput/1`.
     """
     if attempt is not None and all_attempts:
         raise ConfigError("--attempt and --all-attempts contradict each other; give one of them")
-    record = load_goodput(find_run(run), attempt=attempt, all_attempts=all_attempts)
+    if fleet:
+        if attempt is not None or all_attempts:
+            raise ConfigError("--fleet counts all attempts of every run; leave --attempt and --all-attempts out")
+        from keepstep.cli.goodput_fleet import show_fleet
+
+        show_fleet(runs, since=since, slo=slo, price=price, by=by or "cause", sku=sku, output=output)
+        return
+    for flag, given in (("--since", since), ("--slo", slo), ("--by", by), ("--sku", sku)):
+        if given is not None:
+            raise ConfigError(f"{flag} {given} is about many runs; add --fleet")
+    if len(runs) != 1:
+        raise ConfigError(f"give one RUN, not {len(runs)}; --fleet accounts several runs, or all of them")
+    record = load_goodput(find_run(runs[0]), attempt=attempt, all_attempts=all_attempts, price=price)
     emit(
         record,
         output,
@@ -78,16 +120,22 @@ def find_run(run: str) -> Path:
 
 
 def load_goodput(
-    run_dir: Path, *, attempt: int | None = None, all_attempts: bool = False, now_ns: int | None = None
+    run_dir: Path,
+    *,
+    attempt: int | None = None,
+    all_attempts: bool = False,
+    now_ns: int | None = None,
+    price: float | None = None,
 ) -> Goodput:
-    """Account the run in `run_dir` from its journal and cycle records.
+    """Account the run in `run_dir` from its journal, cycle records and labels; `price` in dollars per GPU-hour.
 
     A run that has not ended is counted to `now_ns` (UTC nanoseconds, default: the clock).
     Raises NotFoundError when the journal has no mark (of `attempt`), StorageError when a file cannot be read.
     """
     if not epochs(run_dir):
         raise NotFoundError(f"{run_dir} has no journal; nothing to account")
-    marks = read_marks(run_dir)
+    records = read_records(run_dir)
+    marks = marks_of(records)
     attempts = sorted({mark.attempt for mark in marks})
     if not attempts:
         raise NotFoundError(f"the journal in {run_dir / 'journal'} has no marks yet; nothing to account")
@@ -99,6 +147,9 @@ def load_goodput(
     ended = any(m.kind == "run_ended" and m.attempt == attempts[-1] for m in marks)
     if now_ns is None and not ended:
         now_ns = time.time_ns()
+    faults, problems = faults_of(run_dir, read_history(marks), marks, layouts_of(records))
+    for problem in problems:
+        note(problem)
     return summarise(
         _run_id(run_dir, cycles),
         chosen,
@@ -106,6 +157,8 @@ def load_goodput(
         cycles,
         now_ns,
         whole_history=all_attempts,
+        verified=verified_of(f for f in faults if all_attempts or f.key[0] == chosen),
+        price=price,
     )
 
 
@@ -143,6 +196,10 @@ def render_goodput(goodput: Goodput, console: Console, *, wide: bool = False) ->
 
     console.print(Text(_headline(goodput)))
     console.print(_phase_table(goodput, wide=wide))
+    if goodput.losses is not None:
+        wall = Amount(time_ns=goodput.wall_ns, time_s=goodput.wall_s)
+        console.print(loss_table(goodput.losses, wall, "losses, by name"))
+        console.print(*map(Text, ratio_lines(goodput.losses)), sep="\n", soft_wrap=True)
     if goodput.lost_by_cause:
         console.print(_cause_table(goodput))
     if goodput.cycles:
@@ -163,7 +220,42 @@ def _headline(goodput: Goodput) -> str:
     )
 
 
-def _table(title: str, *columns: str) -> Table:
+def loss_table(losses: JobLosses, whole: Amount, title: str, names: Sequence[str] = LOSSES) -> Table:
+    """Losses by name with their share of `whole`, of its GPU-time where both are known; money where there is a price."""
+    priced = any(part is not None and part.usd is not None for part in losses.parts.values())
+    table = make_table(title, "loss", "seconds", "share", "GPU-h", *(("USD",) if priced else ()))
+    for name in names:
+        part = losses.parts[name]
+        if part is None:
+            table.add_row(name, "unknown", "-", "-")
+            continue
+        sized = part.gpu_ns is not None and whole.gpu_ns is not None
+        share = format_share(part.gpu_h, whole.gpu_h or 0) if sized else format_share(part.time_s, whole.time_s)
+        gpu_h = "-" if part.gpu_h is None else f"{part.gpu_h:.3f}"
+        money = () if not priced else ("-",) if part.usd is None else (f"{part.usd:,.2f}",)
+        table.add_row(name, f"{part.time_s:.3f}", share, gpu_h, *money)
+    return table
+
+
+def ratio_lines(losses: JobLosses) -> list[str]:
+    """The ratios that must not be mixed, slow steps, and what is known of wrong actions."""
+    ratios = losses.ratios
+    shown = {
+        "ETTR without queue": ratios.ettr_without_queue,
+        "ETTR with queue": ratios.ettr_with_queue,
+        "paid-GPU goodput": ratios.paid_gpu_goodput,
+        "step-time factor": ratios.step_time_factor,
+    }
+    lines = [", ".join(f"{name} {'unknown' if value is None else f'{value:.3f}'}" for name, value in shown.items())]
+    if losses.slow_steps is not None:
+        lines.append(f"steps slower than the run's best pace: {format_duration_s(losses.slow_steps.time_s)}")
+    if losses.actions:
+        wrong = "unknown" if losses.actions_wrong is None else str(losses.actions_wrong)
+        lines.append(f"actions on a verdict: {losses.actions}, {losses.actions_verified} verified, wrong: {wrong}")
+    return lines
+
+
+def make_table(title: str, *columns: str) -> Table:
     """Table whose first column is text and whose other columns are numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -182,7 +274,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _phase_table(goodput: Goodput, *, wide: bool) -> Table:
-    table = _table("phases", "phase", "seconds", "share")
+    table = make_table("phases", "phase", "seconds", "share")
     for name in PHASES:
         seconds = goodput.phases.get(name)
         if seconds or wide or name == "productive":
@@ -195,7 +287,7 @@ def _phase_table(goodput: Goodput, *, wide: bool) -> Table:
 def _cause_table(goodput: Goodput) -> Table:
     from rich.text import Text
 
-    table = _table("lost, by cause", "cause", "seconds", "share")
+    table = make_table("lost, by cause", "cause", "seconds", "share")
     for cause, seconds in sorted(goodput.lost_by_cause.items(), key=lambda item: (-item[1], item[0])):
         table.add_row(Text(cause), f"{seconds:.3f}", format_share(seconds, goodput.wall_s))
     return table
@@ -210,7 +302,7 @@ def _print_cycles(goodput: Goodput, console: Console, *, wide: bool) -> None:
         note(f"showing the newest {len(cycles)} of {len(goodput.cycles)} cycles; -o wide shows all")
     costs = [{name: float(getattr(cycle.phases, f"{name}_s")) for name in CYCLE_PHASES} for cycle in cycles]
     names = [name for name in CYCLE_PHASES if wide or any(cost[name] for cost in costs)]
-    table = _table("cycles (seconds from fault to training)", "cycle", *names, "total", "restored", "ended")
+    table = make_table("cycles (seconds from fault to training)", "cycle", *names, "total", "restored", "ended")
     lines = [Text("\ncycles (from fault to training)")]
     for cycle, cost in zip(cycles, costs, strict=True):
         number = str(cycle.cycle) if cycle.attempt == goodput.attempt else f"{cycle.attempt}/{cycle.cycle}"

@@ -56,7 +56,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """A part of wall-clock, [begin_ns, end_ns) in UTC nanoseconds, in one phase.
 
     `cycle` is None outside cycles (queue, init, gaps). `cause` says what a lost interval is charged to, None for the
-    others.
+    others; `blamed` is the cycle whose end made it necessary, None for a start-up.
     """
 
     begin_ns: int
@@ -65,6 +65,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     cycle: int | None = None
     cause: str | None = None
+    blamed: CycleKey | None = None
 
 
 class Partition(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,13 +253,15 @@ def _attempt_intervals(history: History, attempt: int, begin_ns: int, end_ns: in
             training = Training(low_ns, high_ns, by_fault=by_fault)
             result += _training_intervals(cycles[opening.cycle], training, history.backs, causes)
         else:
+            cause, blamed = charged.get((opening.cycle, opening.phase), (None, None))
             whole = Interval(
                 begin_ns=low_ns,
                 end_ns=high_ns,
                 phase=opening.phase,
                 attempt=attempt,
                 cycle=opening.cycle,
-                cause=charged.get((opening.cycle, opening.phase)),
+                cause=cause,
+                blamed=blamed,
             )
             result += _cut(whole, gaps)
     return result
@@ -321,14 +324,14 @@ def _life_times(facts: CycleFacts) -> dict[str, int]:
     return times
 
 
-def _charged(cycles: Sequence[CycleFacts]) -> dict[tuple[int | None, str], str]:
-    """Cause that each lost phase of each cycle of one attempt is charged to: the fault of the cycle that failed."""
-    result: dict[tuple[int | None, str], str] = {}
-    cause = CAUSE_STARTUP
+def _charged(cycles: Sequence[CycleFacts]) -> dict[tuple[int | None, str], tuple[str, CycleKey | None]]:
+    """What each lost phase of each cycle of one attempt is charged to: cause and key of the cycle that failed."""
+    result: dict[tuple[int | None, str], tuple[str, CycleKey | None]] = {}
+    charge: tuple[str, CycleKey | None] = (CAUSE_STARTUP, None)
     for facts in cycles:
-        result.update({(facts.cycle, phase): cause for phase in START_PHASES})
-        cause = CAUSE_NONE if facts.fault is None else facts.fault.cause
-        result.update({(facts.cycle, phase): cause for phase in RECOVERY_PHASES})
+        result.update({(facts.cycle, phase): charge for phase in START_PHASES})
+        charge = (CAUSE_NONE if facts.fault is None else facts.fault.cause, facts.key)
+        result.update({(facts.cycle, phase): charge for phase in RECOVERY_PHASES})
     return result
 
 
@@ -339,29 +342,35 @@ def _training_intervals(
     result: list[Interval] = []
     edge_ns = training.begin_ns
 
-    def emit(end_ns: int, phase: str, cause: str | None = None) -> None:
+    def emit(end_ns: int, phase: str, cause: str | None = None, blamed: CycleKey | None = None) -> None:
         nonlocal edge_ns
         if edge_ns < end_ns:
             result.append(
                 Interval(
-                    begin_ns=edge_ns, end_ns=end_ns, phase=phase, attempt=facts.attempt, cycle=facts.cycle, cause=cause
+                    begin_ns=edge_ns,
+                    end_ns=end_ns,
+                    phase=phase,
+                    attempt=facts.attempt,
+                    cycle=facts.cycle,
+                    cause=cause,
+                    blamed=blamed,
                 )
             )
             edge_ns = end_ns
 
     lost = lost_training(facts, training, backs)  # latest first, touching each other up to the end of training
     kept_until_ns = lost[-1].begin_ns if lost else training.end_ns
-    parts: list[tuple[int, str, str | None]] = [(kept_until_ns, "productive", None)]
-    parts += [(part.end_ns, "rolled_back", causes.get(part.blamed, CAUSE_NONE)) for part in reversed(lost)]
+    parts: list[tuple[int, str, str | None, CycleKey | None]] = [(kept_until_ns, "productive", None, None)]
+    parts += [(p.end_ns, "rolled_back", causes.get(p.blamed, CAUSE_NONE), p.blamed) for p in reversed(lost)]
     blocks = _merged((block.begin_ns, block.end_ns) for block in facts.blocks)
     index = 0
-    for part_end_ns, phase, cause in parts:
+    for part_end_ns, phase, cause, blamed in parts:
         while index < len(blocks) and blocks[index][0] < part_end_ns:
             block_begin_ns, block_end_ns = blocks[index]
-            emit(block_begin_ns, phase, cause)
+            emit(block_begin_ns, phase, cause, blamed)
             emit(min(block_end_ns, training.end_ns), "ckpt_block")
             index += 1
-        emit(part_end_ns, phase, cause)
+        emit(part_end_ns, phase, cause, blamed)
     return result
 
 

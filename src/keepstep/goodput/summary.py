@@ -10,6 +10,8 @@ import msgspec
 
 from keepstep.goodput.facts import CycleFacts
 from keepstep.goodput.lineage import committed_step, surviving_commits, surviving_step
+from keepstep.goodput.losses import job_losses, sizes_of
+from keepstep.goodput.pace import pace_of
 from keepstep.goodput.partition import (
     RECOVERY_PHASES,
     START_PHASES,
@@ -18,6 +20,7 @@ from keepstep.goodput.partition import (
     partition_history,
     read_history,
 )
+from keepstep.goodput.verified import Verified
 from keepstep.records.cycle import (
     DURABLE,
     CheckpointCounts,
@@ -40,6 +43,8 @@ def summarise(
     now_ns: int | None = None,
     *,
     whole_history: bool = False,
+    verified: Verified | None = None,
+    price: float | None = None,
 ) -> Goodput:
     """Build `keepstep.goodput/1` for `attempt`, or up to it over all attempts in `marks` with `whole_history`.
 
@@ -47,13 +52,18 @@ def summarise(
     (detect to the end of first_step) and of rolled-back training, charged to the cause of the fault of the cycle that
     failed; "startup" is the start of the first cycle of an attempt, "none" a restart without a recorded fault. init,
     drain, ckpt_block and other are charged to nothing. `cycles` are the cycle records; their phases are computed anew
-    from `marks`. Time is counted to `now_ns` while the run has not ended, see `partition`. Raises ValueError when
-    `marks` has no mark of `attempt`.
+    from `marks`. Time is counted to `now_ns` while the run has not ended, see `partition`. `verified`: what people found
+    about its actions, for the false-positive tax; `price` in dollars per GPU-hour. Raises ValueError when `marks` has no
+    mark of `attempt`.
     """
     history = read_history(marks)
     part = partition_history(history, now_ns=now_ns, attempt=attempt, whole_history=whole_history)
     own = [facts for facts in history.cycles if whole_history or facts.attempt == attempt]
     spent = _spent_ns(part)
+    sizes = sizes_of(cycles)
+    pace = pace_of(own, {key: size.gpus for key, size in sizes.items()})
+    losses = job_losses(part, sizes, pace=pace, verified=verified, price=price)
+    straggler, wrong = losses.parts["straggler"], losses.parts["false_positive"]
     seconds: dict[str, float | None] = {name: ns / NS_PER_S for name, ns in part.phases_ns.items()}
     if not part.reports_steps:
         seconds["productive"] = None
@@ -67,6 +77,9 @@ def summarise(
         productive_s=seconds["productive"],
         phases=seconds,
         lost_by_cause={cause: ns / NS_PER_S for cause, ns in part.lost_by_cause_ns.items()},
+        straggler_tax_s=None if straggler is None else straggler.time_s,
+        false_positive_tax_s=None if wrong is None else wrong.time_s,
+        losses=losses,
         steps=_steps(history, own),
         restarts=_restarts(own),
         checkpoints=_checkpoints(history, own, None if whole_history else attempt),

@@ -6,6 +6,8 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
+from keepstep.records.losses import JobLosses
+
 PHASES = (
     "queue",
     "init",
@@ -167,6 +169,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     restarts: RestartCounts = RestartCounts()
     checkpoints: CheckpointCounts = CheckpointCounts()
     cycles: list[Cycle] = []
+    losses: JobLosses | None = None
+    """The same wall-clock under the names of the six losses; None in records of older versions."""
 
 
 class VerdictFile(msgspec.Struct, frozen=True, kw_only=True):
