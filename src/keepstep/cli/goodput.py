@@ -47,6 +47,9 @@ BY = ("cause", "class", "node", "rack", "incident", "run")
 @click.option("--attempt", type=click.IntRange(min=0), help="Which life of the launcher; the default is the last one.")
 @click.option("--all-attempts", is_flag=True, help="Account all attempts as one; time between them is queue.")
 @click.option("--price", type=Number(above=True, unit="dollars"), metavar="USD", help="Dollars per GPU and hour.")
+@click.option(
+    "--forecast", is_flag=True, help="Forecasts kept of the run beside what happened: keepstep.calibration/1."
+)
 @click.option("--fleet", is_flag=True, help="Account many runs together: all of RUN..., or all there are.")
 @click.option("--since", metavar="TIME", help="Fleet: from then on: 30d, 12h before now, or an RFC 3339 time.")
 @click.option(
@@ -60,6 +63,7 @@ def goodput(
     attempt: int | None,
     all_attempts: bool,
     price: float | None,
+    forecast: bool,
     fleet: bool,
     since: str | None,
     slo: float | None,
@@ -76,6 +80,8 @@ def goodput(
     if attempt is not None and all_attempts:
         raise ConfigError("--attempt and --all-attempts contradict each other; give one of them")
     if fleet:
+        if forecast:
+            raise ConfigError("--forecast is about one run; with --fleet the score of all forecasts is shown anyway")
         if attempt is not None or all_attempts:
             raise ConfigError("--fleet counts all attempts of every run; leave --attempt and --all-attempts out")
         from keepstep.cli.goodput_fleet import show_fleet
@@ -87,13 +93,22 @@ def goodput(
             raise ConfigError(f"{flag} {given} is about many runs; add --fleet")
     if len(runs) != 1:
         raise ConfigError(f"give one RUN, not {len(runs)}; --fleet accounts several runs, or all of them")
-    record = load_goodput(find_run(runs[0]), attempt=attempt, all_attempts=all_attempts, price=price)
-    emit(
-        record,
-        output,
-        table=lambda console, wide: render_goodput(record, console, wide=wide),
-        name=lambda r: str(r.run_id),
-    )
+    from keepstep.cli.forecast_table import forecasts_of, render_forecasts
+
+    folder = find_run(runs[0])
+    if forecast:
+        found = forecasts_of(folder)
+        emit(
+            found, output, table=lambda console, _: render_forecasts(found, console), name=lambda row: str(row.made_at)
+        )
+        return
+    record = load_goodput(folder, attempt=attempt, all_attempts=all_attempts, price=price)
+
+    def draw(console: Console, wide: bool) -> None:
+        render_goodput(record, console, wide=wide)
+        render_forecasts(forecasts_of(folder)[-1:], console)
+
+    emit(record, output, table=draw, name=lambda r: str(r.run_id))
 
 
 def runs_root() -> Path:

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from keepstep.cli.goodput import UNLIMITED, find_run, loss_table, make_table, ratio_lines, runs_root
 from keepstep.cli.model_flags import parse_duration
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, format_share, note
 from keepstep.cli.runs import clock, harmless
+from keepstep.goodput.calibration import Score, score
 from keepstep.goodput.fleet import FleetGoodput, LeftOut, RunRecord, fleet
 from keepstep.goodput.slo import check_objective
+from keepstep.launcher.views.forecasts import calibrations
 from keepstep.launcher.views.ledger import UNKNOWN, read_ledger
-from keepstep.launcher.views.view import run_dirs
+from keepstep.launcher.views.view import is_led, run_dirs
 from keepstep.records.codec import from_rfc3339
 from keepstep.records.errors import ConfigError, KeepstepError
 from keepstep.records.losses import PARTS, Amount
@@ -43,8 +47,10 @@ def show_fleet(
     begin_ns = None if since is None else since_ns(since, now_ns)
     if slo is not None:
         check_objective(slo)
-    records, left_out = read_fleet(fleet_folders(runs), now_ns, sku=sku or UNKNOWN)
+    folders = fleet_folders(runs)
+    records, left_out = read_fleet(folders, now_ns, sku=sku or UNKNOWN)
     record = account(records, left_out, begin_ns, now_ns, slo=slo, price=price)
+    record = msgspec.structs.replace(record, forecasts=forecast_score(folders, left_out, now_ns))
     emit(
         record,
         output,
@@ -110,6 +116,22 @@ def read_fleet(folders: Sequence[Path], now_ns: int, *, sku: str = UNKNOWN) -> t
     return records, left_out
 
 
+def forecast_score(folders: Sequence[Path], left_out: Sequence[LeftOut], now_ns: int) -> Score | None:
+    """The newest forecast of every run beside what became of it; None without any. What cannot be read is said on stderr."""
+    bad = {row.folder for row in left_out}
+    rows = []
+    for folder in folders:
+        if str(folder.absolute()) in bad:
+            continue
+        try:
+            found = calibrations(folder, now_ns if is_led(folder) else None)
+        except KeepstepError as error:
+            note(f"no forecast is compared: {error}")
+            continue
+        rows += found[-1:]
+    return score(rows) if rows else None
+
+
 def account(
     records: Sequence[RunRecord],
     left_out: Sequence[LeftOut],
@@ -135,6 +157,16 @@ def account(
 # ---- tables
 
 
+def score_line(found: Score) -> str:
+    """How good forecasts were, in a sentence."""
+    error = "" if found.mean_error_points is None else f"; measured less forecast {found.mean_error_points:+.2f} points"
+    return (
+        f"forecasts: {found.inside} of {found.judged} runs within the 90 % interval, {found.below} below, {found.above} above; "
+        f"{found.forecasts - found.judged} too early or without steps{error}; {found.failures_measured} failures where "
+        f"{found.failures_forecast:.3g} were expected"
+    )
+
+
 def render_fleet(record: FleetGoodput, console: Console, *, by: str, wide: bool) -> None:
     """Draw the account: headline, losses by name, what `by` groups, objective, failure rates."""
     from rich.text import Text
@@ -153,6 +185,8 @@ def render_fleet(record: FleetGoodput, console: Console, *, by: str, wide: bool)
         say(f"{name} is unknown in {count} of {len(record.runs)} runs")
     say("")
     _print_grouping(record, console, by=by, wide=wide)
+    if record.forecasts is not None:
+        say("", score_line(record.forecasts))
     if record.slo is not None:
         say("", *_slo_lines(record))
     _print(console, _rate_table(record))

@@ -15,7 +15,7 @@ from keepstep.cli.goodput import find_run
 from keepstep.cli.measured import measured, measured_phases, rate_prior
 from keepstep.cli.model_flags import DURATION, SHARE, job_from_flags, job_options
 from keepstep.cli.output import emit, note, output_option
-from keepstep.cli.plan_history import Seen, from_events, from_trace, take
+from keepstep.cli.plan_history import Seen, from_events, from_fleet, from_trace, take
 from keepstep.cli.plan_table import render
 from keepstep.cli.run_flags import Number
 from keepstep.goodput.calibration import Forecast, make_forecast
@@ -37,6 +37,8 @@ ABOVE_0 = Number(above=True, unit="")
 @click.option("--sku", default="unknown", help="GPU model, for its published failure rate (A100, H100).")
 @click.option("--failures", type=Number(unit="failures"), metavar="N", help="Interruptions seen, with --node-days.")
 @click.option("--node-days", type=Number(above=True, unit="node-days"), metavar="N", help="In so much node time.")
+@click.option("--fleet", is_flag=True, help="Failure rate of the fleet's runs (RUNs, or all there are), of --sku.")
+@click.option("--since", metavar="TIME", help="With --fleet: runs from then on, such as 30d.")
 @click.option("--events", multiple=True, metavar="FILE", help="Count interruptions in events (keepstep scan -o jsonl).")
 @click.option("--trace", metavar="FILE[#NAME]", help="Rate, repair and bursts of a failure trace (docs/traces.md).")
 @click.option(
@@ -117,7 +119,11 @@ def compute(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, s
     if flags.get("restart") is None and flags.get("start") is None:
         flags["restart"] = 0.0
         origins["restart"] = "default: restarts take no time; give --restart for a forecast that counts them"
-    rate = _rate(flags, folders, history or seen, origins)
+    if flags["fleet"]:
+        rate = from_fleet([str(folder) for folder in folders], flags["since"], flags["sku"])
+        origins["failure_rate"] = rate.source
+    else:
+        rate = _rate(flags, folders, history or seen, origins)
     flags["failure_rate"] = 1000.0 * rate.mean
     one_number = flags["restart"] is not None
     job = _phases(job_from_flags(flags if one_number else {**flags, "replace_s": None}), flags)
@@ -224,12 +230,14 @@ def _derive(flags: dict[str, Any], origins: dict[str, str]) -> Derived | None:
 
 def _history(flags: dict[str, Any], origins: dict[str, str]) -> Seen | None:
     """What --failures, --events or --trace say; None without any of them. Raises ConfigError."""
-    given = [name for name in ("failures", "events", "trace") if flags[name] not in (None, ())]
+    given = [name for name in ("failures", "events", "trace", "fleet") if flags[name] not in (None, (), False)]
+    if flags["since"] is not None and not flags["fleet"]:
+        raise ConfigError(f"--since {flags['since']} needs --fleet")
     if (flags["failures"] is None) != (flags["node_days"] is None):
         raise ConfigError("--failures and --node-days belong together: so many interruptions in so much node time")
     if len(given) > 1:
         raise ConfigError(f"--{given[0]} and --{given[1]} both say how often nodes fail; give one of them")
-    if not given:
+    if not given or flags["fleet"]:
         return None
     if flags["failures"] is not None:
         return Seen(flags["failures"], flags["node_days"], "given")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keepstep.goodput.campaign import RateKnowledge
+from keepstep.goodput.fleetrates import ALL
+from keepstep.goodput.rates import PRIOR_SHAPE
 from keepstep.planner.traces import FaultTrace
 from keepstep.records.errors import ConfigError
 
@@ -80,3 +84,28 @@ def take(seen: Seen, flags: dict[str, Any], origins: dict[str, str]) -> None:
     for value, flag in ((seen.repair_s, "mttr"), (seen.peakedness, "peakedness"), (seen.dispersion, "dispersion")):
         if value is not None and origins.get(flag) != "given":
             flags[flag], origins[flag] = value, seen.origin
+
+
+def from_fleet(runs: Sequence[str], since: str | None, sku: str) -> RateKnowledge:
+    """Recent failure rate of the fleet's nodes of one GPU model, from the folders of its runs (all there are without `runs`).
+
+    Raises ConfigError where the model must be named, NotFoundError without a run.
+    """
+    from keepstep.cli.goodput_fleet import account, fleet_folders, read_fleet, since_ns
+
+    now_ns = time.time_ns()
+    records, left_out = read_fleet(fleet_folders(runs), now_ns)
+    begin_ns = None if since is None else since_ns(since, now_ns)
+    rates = account(records, left_out, begin_ns, now_ns).rates
+    rows = [row for row in rates.recent or rates.rates if row.fault_class == ALL]
+    chosen = [row for row in rows if row.sku == sku] or (rows if len(rows) == 1 else [])
+    if not chosen:
+        seen = ", ".join(row.sku for row in rows) or "no node time"
+        raise ConfigError(f"--sku {sku}: the fleet's runs have {seen}; name one of them")
+    row = chosen[0]
+    shape = (PRIOR_SHAPE if row.prior_set_aside else row.prior.shape) + row.failures / row.dispersion
+    days = f", last {rates.recent_days} days" if rates.recent else ""
+    source = f"fleet, {row.sku}{days}: {row.failures} incidents in {row.node_days:.4g} node-days; before that {row.prior.source}"
+    return RateKnowledge(
+        shape=shape, node_days=1000.0 * shape / row.per_1000_node_days, source=source, dispersion=row.dispersion
+    )

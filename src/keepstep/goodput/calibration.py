@@ -52,8 +52,10 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One forecast beside what happened; None where a run has not said it."""
+    """`keepstep.calibration/1`: one forecast beside what happened; None where a run has not said it."""
 
+    schema: str = "keepstep.calibration/1"
+    source: str
     made_at: str
     wall_s: float
     goodput_forecast: float
@@ -118,6 +120,7 @@ def calibrate(forecast: Forecast, happened: Happened) -> Calibration:
         verdict = "below" if measured < interval[0] else "above" if measured > interval[1] else "inside"
     tier = forecast.job.tiers[0]
     return Calibration(
+        source=forecast.source,
         made_at=forecast.made_at,
         wall_s=happened.wall_s,
         goodput_forecast=forecast.goodput,

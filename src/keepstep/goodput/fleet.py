@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from keepstep.goodput.bursts import Exposure, Failure
+from keepstep.goodput.calibration import Score
 from keepstep.goodput.facts import CycleKey
 from keepstep.goodput.fleetrates import FleetRates, fleet_rates
 from keepstep.goodput.losses import Piece, Size, Tally, clip, held_tally, losses_of, pieces, tallies
@@ -115,6 +116,8 @@ class FleetGoodput(msgspec.Struct, frozen=True, kw_only=True):
     rates: FleetRates
     runs: list[RunRow]
     left_out: list[LeftOut] = []
+    forecasts: Score | None = None
+    """How good the newest forecast of each run was; None when none was kept."""
 
 
 class _Run(msgspec.Struct, frozen=True):
