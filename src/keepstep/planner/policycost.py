@@ -265,7 +265,7 @@ class _Walk:
         return msgspec.structs.replace(
             gone,
             rollback_s=0.0 if drained else min(rollback_s(job, kind), trained_s),
-            overlap_s=gone.outage_s - (free_s - lying_until_s),
+            overlap_s=max(0.0, gone.outage_s - (free_s - lying_until_s)),  # not below 0 by rounding
         )
 
 
