@@ -89,12 +89,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         total = self.job.nodes + self.spares
         at_least_0 = (
             *("spares", "block_nodes", "burst_per_day", "startup_window_s", "false_alarms_per_day", "verify_s"),
-            *("extra_evictions", "retire_after", "retire_s", "trace_days", "idle_hazard"),
+            *("extra_evictions", "retire_after", "retire_s", "trace_days"),
         )
         for name in at_least_0:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)}: a number from 0")
-        for name in ("lemon_share", "startup_failure"):
+        for name in ("lemon_share", "startup_failure", "idle_hazard"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} {getattr(self, name)}: from 0 to 1")
         for name in ("days", "weibull_shape", "lemon_factor"):
