@@ -115,11 +115,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if self.process == "trace":
             if not self.trace or not self.trace_days > 0.0:
                 raise ConfigError("process trace: give the trace and its length in days")
-            if any(f.kind >= len(self.job.kinds) or not 0.0 <= f.t_s <= self.trace_days * DAY_S for f in self.trace):
-                raise ConfigError("trace: a fault outside its days, or of a kind that the job does not list")
+            self._check_trace(total)
         for name in ("bad_return", "gate_catch"):
             if not 0.0 <= getattr(self.repair, name) <= 1.0:
                 raise ConfigError(f"repair.{name} {getattr(self.repair, name)}: from 0 to 1")
         for name in ("mean_s", "sigma", "refault_mean_s", "gate_s"):
             if not 0.0 <= getattr(self.repair, name) < math.inf:
                 raise ConfigError(f"repair.{name} {getattr(self.repair, name)}: from 0")
+
+    def _check_trace(self, total: int) -> None:
+        for i, fault in enumerate(self.trace):
+            where = f"trace[{i}]"
+            if not 0.0 <= fault.t_s <= self.trace_days * DAY_S:
+                raise ConfigError(f"{where}: t_s {fault.t_s} is outside its {self.trace_days:g} days")
+            if not 0 <= fault.kind < len(self.job.kinds):
+                raise ConfigError(f"{where}: kind {fault.kind}, the job lists {len(self.job.kinds)}")
+            if not 0 <= fault.node < total:
+                raise ConfigError(f"{where}: node {fault.node}, there are {total} nodes and spares; map it to fewer nodes")
+            if not 0.0 <= fault.down_s < math.inf:
+                raise ConfigError(f"{where}: down_s {fault.down_s}, from 0")
+        if self.dispersion != 1.0 or self.lemon_share:
+            raise ConfigError("process trace: dispersion and lemons are those of the trace; leave both out")

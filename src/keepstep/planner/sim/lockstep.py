@@ -240,13 +240,13 @@ def _burst(b: Batch, row: int, t: float, mark: Floats, waits: bool, restarts: bo
     hit = len(healthy) > 0 and not waits and mark[CHANCE] >= missed
     if not len(healthy) or (hit and restarts and not m.exposed):
         return False, False
-    for i in healthy:
-        end = t + tape.marks[place + i, AWAY_S]
-        when = end + tape.marks[place + i, GAP_S] if tape.marks[place + i, BROKEN] else np.inf
-        one = np.array([row]), struck[i : i + 1]
-        nodes.send_out(*one, np.array([t]), np.array([end]))
-        if m.refaults:
-            nodes.set_pending(*one, np.array([when]), False)
+    marks = tape.marks[place + healthy]
+    ends = t + marks[:, AWAY_S]
+    nodes.send_group(row, struck[healthy], t, ends)
+    if m.refaults:
+        when = np.where(marks[:, BROKEN] > 0.0, ends + marks[:, GAP_S], np.inf)
+        for k, node in enumerate(struck[healthy]):
+            nodes.set_pending(np.array([row]), np.array([node]), when[k : k + 1], False)
     if not hit:
         b.out.counts[row, IDLE_FAULTS] += len(healthy)
     return hit, not hit

@@ -155,7 +155,7 @@ class Outcome(NamedTuple):
     progress: Floats
     """By run, SLOPE or LEVEL, and day: progress at the end of day d is the sum of slopes times its time plus the sum of levels,
     both up to d."""
-    hours: Ints
+    hours: npt.NDArray[np.int32]
     """Change of the number of nodes that are away, at each full hour."""
 
 
@@ -171,7 +171,7 @@ def blank_outcome(model: Model, runs: int) -> Outcome:
         ledger_s=np.zeros((runs, len(LEDGER))),
         counts=np.zeros((runs, FAILURES + model.kinds + len(EXTRA_KINDS)), dtype=np.int64),
         progress=np.zeros((runs, 2, days + 3)),
-        hours=np.zeros((runs, hours + 2), dtype=np.int64),
+        hours=np.zeros((runs, hours + 2), dtype=np.int32),
     )
 
 

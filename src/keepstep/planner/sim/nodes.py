@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from keepstep.planner.sim.model import (
@@ -36,7 +38,7 @@ class Nodes:
         """How many are, at the time of the last look."""
         self.when = np.full((PENDING, runs), np.inf)
         self.which, self.kept = np.zeros((PENDING, runs), dtype=np.int64), np.zeros((PENDING, runs), dtype=bool)
-        self.faults = np.zeros((runs, model.total), dtype=np.int64)
+        self.faults = np.zeros((runs, model.total), dtype=np.int32)
         self.fresh = np.zeros((runs, model.total), dtype=bool)
         self.now = np.zeros(runs)
 
@@ -56,8 +58,9 @@ class Nodes:
 
     def count_fault(self, rows: Ints, node: Ints) -> Ints:
         """One more fault of each; how many it has had."""
-        self.faults[rows, node] += 1
-        return self.faults[rows, node]
+        faults = self.faults[rows, node] + 1
+        self.faults[rows, node] = faults
+        return faults.astype(np.int64)
 
     def renew(self, rows: Ints, node: Ints) -> None:
         """New ones take their places."""
@@ -92,6 +95,22 @@ class Nodes:
         hours[rows, np.minimum(last, np.ceil(np.minimum(end / HOUR_S, last)).astype(np.int64))] -= 1
         most = self.out.counts[rows, MOST_DOWN]
         self.out.counts[rows, MOST_DOWN] = np.maximum(most, away)
+
+    def send_group(self, row: int, node: Ints, t: float, end: Floats) -> None:
+        """Several nodes of one run are away from t until their `end`."""
+        self.back[row, node] = end
+        node, end = node[end > t], end[end > t]
+        while len(slot := np.flatnonzero(self.end[:, row] <= t)) < len(end):
+            self._grow()
+        slot = slot[: len(end)]
+        self.end[slot, row] = end
+        if self.model.by_block:
+            self.block[slot, row] = self.model.places[BLOCK, node]
+        self.away[row] += len(end)
+        hours, last = self.out.hours[row], len(self.out.hours[row]) - 1
+        hours[min(last, math.ceil(t / HOUR_S))] += len(end)
+        np.subtract.at(hours, np.ceil(np.minimum(end / HOUR_S, last)).astype(np.int64), 1)
+        self.out.counts[row, MOST_DOWN] = max(self.out.counts[row, MOST_DOWN], self.away[row])
 
     def _free_slots(self, rows: Ints, t: Floats) -> Ints:
         """A slot of each run whose node is back: the next one from where the last search ended."""
