@@ -182,7 +182,7 @@ def _node_faults(
         fine &= ~(nodes.is_fresh(rows, node) & (marks[:, EXTRA] > 0.0))
     there = m.block_nodes + m.block_spares - nodes.away_in(rows, m.places[BLOCK, node])
     chance = marks[:, CHANCE]
-    share = np.minimum(1.0, m.block_nodes / there)
+    share = np.minimum(1.0, m.block_nodes / np.maximum(there, 1))
     share[sure] = 1.0
     hit = (chance < share) & ~waits
     idle = np.where(waits, chance < m.idle_hazard, ~hit & (chance - share < m.idle_hazard * (1.0 - share))) & fine
