@@ -37,9 +37,9 @@ def simple(
     return Scenario(job=job, **scenario)
 
 
-def traced(scenario: Scenario, faults: tuple[TraceFault, ...], days: float, **changes: Any) -> Scenario:
+def traced(scenario: Scenario, faults: tuple[TraceFault, ...], trace_days: float, **changes: Any) -> Scenario:
     """The scenario with a trace instead of a rate."""
-    return msgspec.structs.replace(scenario, process="trace", trace=faults, trace_days=days, **changes)
+    return msgspec.structs.replace(scenario, process="trace", trace=faults, trace_days=trace_days, **changes)
 
 
 def results(scenario: Scenario, runs: int = 64, seed: int = 1, engine: str = "numpy", **how: Any) -> Results:

@@ -59,6 +59,7 @@ VERBS: dict[str, Verb] = {
     "xid": Verb("keepstep.cli.xid:xid", "Look up an Xid or SXid: meaning, action, who disagrees."),
     "scan": Verb("keepstep.cli.scan:scan", "Find known faults in log lines, or follow the kernel's log.", "diagnose"),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
+    "simulate": Verb("keepstep.cli.simulate:simulate", "Simulate a training campaign: time, nodes, money.", "plan"),
     "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),
     "doctor": Verb("keepstep.cli.doctor:doctor", "Say which settings will cost the job time, why, and the fix."),
     "explain-exit": Verb("keepstep.cli.misc:explain_exit_command", "Say what an exit code means."),

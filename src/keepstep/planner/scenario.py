@@ -70,7 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     restart_exposed: bool = True
     """Whether failures hit restarts too."""
     idle_hazard: float = 1.0
-    """Failure rate of nodes that do not train, relative to that of the others: spares, and all while the job waits for one."""
+    """Failure rate of nodes that do not train, relative to that of the others: spares, and all while the job waits for one. Only
+    kinds that take a node to repair happen to them."""
     repair: Repair = Repair()
     false_alarms_per_day: float = 0.0
     """Healthy nodes of the job taken out by mistake; each interrupts it like a failure of `false_alarm_tier` with detection 0."""

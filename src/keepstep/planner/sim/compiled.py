@@ -194,15 +194,15 @@ def _node_fault(
     there = m.block_nodes + m.block_spares - _away_in(m, nodes.away, count, m.places[BLOCK, node])
     chance, share = mark[CHANCE], 1.0 if sure else min(1.0, m.block_nodes / there)
     if clock[READY] <= t < clock[SUPPLIED]:  # the job waits for a node and has none that trains
-        hit, counts = False, chance < m.idle_hazard
+        hit, idle = False, chance < m.idle_hazard
     else:
         hit = chance < share
-        counts = hit or chance - share < m.idle_hazard * (1.0 - share)
-    if not counts or (hit and t < clock[START] and not m.exposed):
-        return NOTHING
+        idle = not hit and chance - share < m.idle_hazard * (1.0 - share)
     kind = int(mark[KIND])
+    if not (hit or (idle and m.of_kind[REPLACE, kind])) or (hit and t < clock[START] and not m.exposed):
+        return NOTHING
     nodes.past[FAULTS, node] += 1
-    action = REPAIR if m.of_kind[REPLACE, kind] or not hit else KEEP
+    action = REPAIR if m.of_kind[REPLACE, kind] else KEEP
     if m.retire_after and nodes.past[FAULTS, node] >= m.retire_after:
         action = RETIRE
         nodes.past[FAULTS, node], nodes.past[FRESH, node] = 0, 1

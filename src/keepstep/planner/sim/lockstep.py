@@ -28,6 +28,7 @@ from keepstep.planner.sim.model import (
     PERIOD,
     PERSISTS,
     PRODUCTIVE,
+    REPLACE,
     REPLACEMENT,
     RESTART,
     ROLLBACK,
@@ -185,7 +186,8 @@ def _node_faults(
     share = np.minimum(1.0, m.block_nodes / np.maximum(there, 1))
     share[sure] = 1.0
     hit = (chance < share) & ~waits
-    idle = np.where(waits, chance < m.idle_hazard, ~hit & (chance - share < m.idle_hazard * (1.0 - share))) & fine
+    idle = np.where(waits, chance < m.idle_hazard, ~hit & (chance - share < m.idle_hazard * (1.0 - share)))
+    idle &= fine & (m.of_kind[REPLACE, kind] > 0.0)
     hit &= fine
     if not m.exposed:
         hit &= ~restarts

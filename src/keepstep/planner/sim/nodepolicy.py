@@ -10,8 +10,8 @@ from keepstep.planner.scenario import Scenario
 from keepstep.planner.sim.model import Bools, Floats, Ints
 
 KEEP, REPAIR, RETIRE = 0, 1, 2
-"""Actions. A node that did not train is repaired where a policy says to keep it; a retired one is away for the scenario's
-`retire_s` and comes back as a new one, without a past."""
+"""Actions. A node that did not train, of which only faults of kinds that replace a node are known, is repaired where a policy says
+to keep it; a retired one is away for the scenario's `retire_s` and comes back as a new one, without a past."""
 
 
 class NodePolicy(Protocol):

@@ -286,13 +286,13 @@ class _Drawing:
 
     def assemble(self, streams: list[tuple[Floats, _Marks]]) -> Tape:
         """All streams in order of time, with a pool for what follows."""
-        times_s = np.concatenate([times_s for times_s, _ in streams])
+        never = np.full((1, BLOCK_RUNS), np.inf)
+        times_s = np.concatenate([*(times_s for times_s, _ in streams), never])
         times_s = np.ascontiguousarray(np.where(times_s < self.horizon_s, times_s, np.inf).T)
         order = np.argsort(times_s, axis=1, kind="stable")
         kept = int(np.isfinite(times_s).sum(axis=1).max()) + 1
         order = order[:, :kept]
         times_s = np.take_along_axis(times_s, order, axis=1)
-        times_s[:, -1] = np.inf
         pool_size = self._pool_size(kept)
         burst_nodes = sum(len(t) for t, m in streams if int(m.kind[0, 0]) == len(self.kind_ends) + BURST)
         burst_nodes *= self.scenario.burst_nodes
@@ -312,7 +312,7 @@ class _Drawing:
         of_run[:, FIRST_STARTUP], of_run[:, STARTUPS_MADE] = index * len(startup_s), len(startup_s)
         return Tape(
             time_s=times_s.ravel(),
-            order=np.ascontiguousarray(order).ravel(),
+            order=np.minimum(order, sum(len(t) for t, _ in streams) - 1).ravel(),
             marks=marks.reshape(-1, len(_Marks._fields)),
             startup_s=np.ascontiguousarray(startup_s.T).ravel(),
             of_run=of_run,
