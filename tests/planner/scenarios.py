@@ -87,7 +87,9 @@ def any_scenario(seed: int) -> Scenario:
         interval_s=rng.choice([60.0, 333.3, 1800.0, 10_000.0]),
         tiers=tiers,
         kinds=kinds,
-        restart=RestartPhases(decide_s=rng.choice([0.0, 20.0]), replace_s=maybe(90.0, 0.0), start_s=rng.choice([0.0, 240.0])),
+        restart=RestartPhases(
+            decide_s=rng.choice([0.0, 20.0]), replace_s=maybe(90.0, 0.0), start_s=rng.choice([0.0, 240.0])
+        ),
         straggler_share=maybe(0.08, 0.0),
     )
     process = rng.choice(["exponential", "exponential", "weibull", "trace"])

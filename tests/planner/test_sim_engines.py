@@ -24,7 +24,7 @@ def same(one: Results, other: Results) -> bool:
         np.allclose(one.ledger_s, other.ledger_s, rtol=1e-9, atol=1e-6)
         and np.array_equal(one.counts, other.counts)
         and np.allclose(one.worst_day, other.worst_day, rtol=1e-9, atol=1e-9)
-        and np.array_equal(*hours)
+        and np.array_equal(hours[0], hours[1])
     )
 
 

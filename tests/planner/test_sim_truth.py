@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -259,17 +260,17 @@ class TestWhatMustHold:
 
     def test_more_failures_never_help(self) -> None:
         values = [self.goodput(rate_per_node_day=rate) for rate in (0.0, 0.01, 0.03, 0.05, 0.08)]
-        assert all(self.better(*pair) for pair in zip(values, values[1:], strict=False))
+        assert all(self.better(*pair) for pair in itertools.pairwise(values))
         assert values[0].mean() > values[-1].mean() + 0.02
 
     def test_more_spares_never_hurt(self) -> None:
         values = [self.goodput(spares=n) for n in (30, 14, 10, 8, 6)]
-        assert all(self.better(*pair) for pair in zip(values, values[1:], strict=False))
+        assert all(self.better(*pair) for pair in itertools.pairwise(values))
         assert values[0].mean() > values[-1].mean() + 0.1
 
     def test_shorter_blocking_never_hurts(self) -> None:
         values = [self.goodput(tiers=(Tier(name="disk", block_s=s),)) for s in (0.0, 10.0, 30.0, 60.0)]
-        assert all(self.better(*pair) for pair in zip(values, values[1:], strict=False))
+        assert all(self.better(*pair) for pair in itertools.pairwise(values))
 
     def test_immunity_helps_and_start_up_failures_cost(self) -> None:
         base = self.goodput()

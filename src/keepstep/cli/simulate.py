@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,7 @@ PLOT_SUFFIXES = (".png", ".svg")
 @click.option("--plot", metavar="FILE", help="Draw a PNG or SVG.")
 @output_option
 @click.pass_context
-def simulate(ctx: click.Context, output: str, **flags: Any) -> None:
+def simulate(ctx: click.Context, /, output: str, **flags: Any) -> None:
     """Simulate a training campaign many times and say what to expect of it.
 
     Failures of nodes, hangs, bursts, repairs, spares that run out, saves to several tiers: event by event, with every second of a
@@ -63,10 +64,10 @@ def simulate(ctx: click.Context, output: str, **flags: Any) -> None:
     campaigns: list[Campaign] = []
     results: list[Results] = []
     with _progress(len(scenarios) * flags["runs"]) as advance:
-        for i, (at, scenario) in enumerate(scenarios):
-            started = time.perf_counter()
+        for at, scenario in scenarios:
+            started, done = time.perf_counter(), len(campaigns) * flags["runs"]
             result = simulate_runs(
-                scenario, flags["runs"], flags["seed"], engine, flags["jobs"], lambda n, i=i: advance(i * flags["runs"] + n)
+                scenario, flags["runs"], flags["seed"], engine, flags["jobs"], functools.partial(advance, done)
             )
             wall_s = time.perf_counter() - started
             campaign = sum_up(scenario, result, engine=engine, seed=flags["seed"], wall_s=wall_s)
@@ -115,7 +116,7 @@ def _scenarios(ctx: click.Context, flags: dict[str, Any]) -> list[tuple[dict[str
     by_name = {opt.lstrip("-"): p for p in ctx.command.params for opt in p.opts if not p.multiple}
     for name in ("scenario", "runs", "seed", "engine", "jobs", "plot", "output", "o", "price", "help"):
         by_name.pop(name, None)
-    scenarios, said = [], set()
+    scenarios, said = [], set[str]()
     for at in points(parse_axes(flags["sweeps"])):
         values, keys, set_flags = dict(flags), {}, set(given)
         for key, text in at.items():
@@ -139,18 +140,18 @@ def _scenarios(ctx: click.Context, flags: dict[str, Any]) -> list[tuple[dict[str
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error where that is a terminal; a function that does nothing elsewhere."""
     console = make_console(stderr=True)
     if not console.is_terminal:
-        yield lambda done: None
+        yield lambda before, done: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("runs", total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda before, done: bar.update(task, completed=before + done)
 
 
 # ---- tables
@@ -208,7 +209,12 @@ def _spare_table(c: Campaign) -> Table:
     use = c.spare_use
     table = _table("nodes that are away", "", "nodes")
     table.add_row("mean", f"{use.down_mean:.1f}")
-    for label, number in (("p50", use.down_p50), ("p95", use.down_p95), ("p99", use.down_p99), ("p99.9", use.down_p999)):
+    for label, number in (
+        ("p50", use.down_p50),
+        ("p95", use.down_p95),
+        ("p99", use.down_p99),
+        ("p99.9", use.down_p999),
+    ):
         table.add_row(label, str(number))
     table.add_row("most", str(use.most_down))
     wait = f"{use.exhausted_events:.3g} times a run, {format_duration_s(use.wait_s)} in all"

@@ -42,7 +42,9 @@ _ONLY_WITHOUT_FILE = ("tiers", "kinds", "hang_share", "hang_timeout")
 _COUNT = click.IntRange(0)
 
 _OPTIONS = (
-    click.option("--scenario", "scenario_file", metavar="FILE", help="JSON of a scenario; flags override what it says."),
+    click.option(
+        "--scenario", "scenario_file", metavar="FILE", help="JSON of a scenario; flags override what it says."
+    ),
     click.option(
         "--process",
         type=click.Choice(["exponential", "weibull", "trace"]),
@@ -70,8 +72,12 @@ _OPTIONS = (
     click.option("--gate-catch", type=SHARE, metavar="SHARE", help="Broken nodes that the test finds."),
     click.option("--repair-sigma", type=Number(unit="sigma"), metavar="S", help="Of a lognormal length of repairs."),
     click.option("--block-nodes", type=_COUNT, metavar="N", help="Nodes of one topology block."),
-    click.option("--spares-in", type=click.Choice(["pool", "block"]), help="A spare replaces any node, or its block's."),
-    click.option("--idle-hazard", type=SHARE, metavar="X", help="Failure rate of nodes that do not train, over others'."),
+    click.option(
+        "--spares-in", type=click.Choice(["pool", "block"]), help="A spare replaces any node, or its block's."
+    ),
+    click.option(
+        "--idle-hazard", type=SHARE, metavar="X", help="Failure rate of nodes that do not train, over others'."
+    ),
     click.option("--restart-immune", is_flag=True, help="Nothing fails during a restart."),
     click.option("--retire-after", type=_COUNT, metavar="N", help="A node is retired at its so many-th fault."),
 )
@@ -154,8 +160,8 @@ def read_scenario(path: Path) -> Scenario:
 def read_trace(path: Path) -> tuple[tuple[TraceFault, ...], float]:
     """Faults and the trace's length in days, which is that of its last fault in whole days where the file does not say it.
 
-    A JSON array of faults {"t_s", "node", "down_s", "kind"}, an object {"days", "faults"}, or one fault a line. Formats of published
-    traces are read elsewhere and come here as the same records. Raises ConfigError, NotFoundError, StorageError.
+    A JSON array of faults {"t_s", "node", "down_s", "kind"}, an object {"days", "faults"}, or one fault a line. Formats of
+    published traces are read elsewhere and come here as the same records. Raises ConfigError, NotFoundError, StorageError.
     """
     data = _read(path, "--trace")
     try:

@@ -132,7 +132,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= fault.kind < len(self.job.kinds):
                 raise ConfigError(f"{where}: kind {fault.kind}, the job lists {len(self.job.kinds)}")
             if not 0 <= fault.node < total:
-                raise ConfigError(f"{where}: node {fault.node}, there are {total} nodes and spares; map it to fewer nodes")
+                raise ConfigError(
+                    f"{where}: node {fault.node}, there are {total} nodes and spares; map it to fewer nodes"
+                )
             if not 0.0 <= fault.down_s < math.inf:
                 raise ConfigError(f"{where}: down_s {fault.down_s}, from 0")
         if self.dispersion != 1.0 or self.lemon_share:

@@ -1,6 +1,6 @@
 """`simulate`: many runs of a scenario on all cores, and what they come to.
 
-The result of a run depends on the seed and on its index alone: not on the engine, on the cores, or on how many other runs there are.
+The result of a run depends on the seed and on its index alone: not on the engine, on the cores, or on how many others there are.
 """
 
 from __future__ import annotations
@@ -238,10 +238,8 @@ def _done(works: list[_Work], engine: str, jobs: int | None) -> Iterator[tuple[_
             yield work, _simulate_batch(work)
         return
     pool: Executor
-    if engine == "numba":
-        pool = ThreadPoolExecutor(workers)
-    else:
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    spawn = get_context("spawn")
+    pool = ThreadPoolExecutor(workers) if engine == "numba" else ProcessPoolExecutor(workers, mp_context=spawn)
     try:
         futures = {pool.submit(_simulate_batch, work): work for work in works}
         for future in as_completed(futures):
@@ -263,7 +261,9 @@ def _simulate_batch(work: _Work) -> Results:
         lockstep.run(model, tape, out, work.policy or built_in(scenario))
     off = np.abs(out.ledger_s.sum(axis=1) / model.horizon_s - 1.0).max()
     if not off <= CLOSES_WITHIN:
-        raise RuntimeError(f"the ledger of a simulated run is off by {off:.3g} of its time; please report this scenario")
+        raise RuntimeError(
+            f"the ledger of a simulated run is off by {off:.3g} of its time; please report this scenario"
+        )
     slow = out.ledger_s[:, PRODUCTIVE] * scenario.job.straggler_share
     out.ledger_s[:, PRODUCTIVE] -= slow
     out.ledger_s[:, STRAGGLER] += slow

@@ -1,6 +1,7 @@
 """The compiled engine: one run after the other, event by event. Importing it needs numba; compiling is done once and cached.
 
-`lockstep` does the same for many runs side by side, and gives the same numbers: a rule that changes here changes there.
+`lockstep` does the same for many runs side by side, and gives the same numbers: a rule that changes here changes there. All of it
+is in one file because numba looks for changes in the file of a cached function only.
 """
 
 from __future__ import annotations
@@ -14,76 +15,22 @@ import numba
 import numpy as np
 
 from keepstep.planner.scenario import DAY_S
-from keepstep.planner.sim.model import (
-    BLOCK,
-    BURST,
-    CHECKPOINT,
-    DECISION,
-    DETECT_S,
-    DETECTION,
-    EXHAUSTED,
-    FAILURES,
-    FALSE_ALARM,
-    FALSE_POSITIVE,
-    HOUR_S,
-    IDLE_FAULTS,
-    INTERRUPTIONS,
-    LAG_S,
-    LEVEL,
-    LOAD_S,
-    MOST_DOWN,
-    NEAR_COUNT,
-    NEAR_FIRST,
-    NEAR_PLACE,
-    NO_SPARE,
-    PERIOD,
-    PERSISTS,
-    PRODUCTIVE,
-    REPLACE,
-    REPLACEMENT,
-    RESTART,
-    ROLLBACK,
-    SLOPE,
-    STARTUP,
-    STEP_S,
-    SUPER_S,
-    TIER,
-    WAIT_S,
-    Floats,
-    Ints,
-    Model,
-    Outcome,
-)
+from keepstep.planner.sim import model as md
+from keepstep.planner.sim import tape as tp
+from keepstep.planner.sim.model import Floats, Ints, Model, Outcome
 from keepstep.planner.sim.nodepolicy import KEEP, REPAIR, RETIRE
-from keepstep.planner.sim.tape import (
-    AGAIN,
-    AWAY_S,
-    BROKEN,
-    BURST_POOL,
-    CHANCE,
-    EXTRA,
-    FIRST_EVENT,
-    FIRST_MARK,
-    FIRST_STARTUP,
-    GAP_S,
-    KIND,
-    NODE,
-    POOL,
-    POOL_SIZE,
-    STARTUPS_MADE,
-    Tape,
-)
+from keepstep.planner.sim.tape import Tape
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Times of a run (`clock`): when it failed, was known to have, looked for nodes, had them, trains again; how long the swap and the
 # rest of the restart take; when the start itself fails.
 FAILED, DETECTED, READY, SUPPLIED, START, SWAP, LOAD, START_FAILS = range(8)
-# Counts of a run (`count`): saves, the tier that the outage needs, whether a false alarm caused it, nodes that are away, faults that
-# will follow, and how much of the tape is used.
+# Counts of a run (`count`): saves, the tier that the outage needs, whether a false alarm caused it, nodes that are away, faults
+# that will follow, and how much of the tape is used.
 SAVES, NEEDED, FALSELY, AWAY, PENDING, EVENT, FOLLOWED, BURSTS, STARTUPS = range(9)
-# Of nodes that are away: until when, of which block. Of faults that will follow: when, which node, whether it was kept. Of all nodes:
-# faults so far, whether it has replaced a retired one.
+# Of nodes that are away: until when, of which block. Of faults that will follow: when, which node, whether it was kept. Of all
+# nodes: faults so far, whether it has replaced a retired one.
 END, OF_BLOCK = range(2)
 WHEN, WHICH, KEPT = range(3)
 FAULTS, FRESH = range(2)
@@ -102,13 +49,13 @@ class Nodes(NamedTuple):
     past: Ints
 
 
-OPTIONS = {"nogil": True, "error_model": "numpy"}
-LEAN = {"forceinline": True, "_nrt": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+LEAN: dict[str, Any] = {"forceinline": True, "_nrt": False}
 """Nothing here allocates, so arrays need no reference counts; with counts and calls each event takes ten times as long."""
 
 
 def _jit(function: F) -> F:
-    """Compile on first use. Without the lean options where numba does not know them, without a cache where it can be kept nowhere."""
+    """Compile on first use; without the lean options where numba does not know them, without a cache where there is no place."""
     for options in ({**OPTIONS, **LEAN, "cache": True}, {**OPTIONS, **LEAN}, {**OPTIONS, "cache": True}):
         with contextlib.suppress(KeyError, RuntimeError):
             return cast("F", numba.njit(**options)(function))
@@ -134,7 +81,7 @@ def _run_all(m: Model, tape: Tape, out: Outcome, clock: Floats, count: Ints, hel
 
 @_jit
 def _run_one(m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: Ints, held: Ints, nodes: Nodes) -> None:
-    first_event, first = tape.of_run[r, FIRST_EVENT], tape.of_run[r, FIRST_MARK]
+    first_event, first = tape.of_run[r, tp.FIRST_EVENT], tape.of_run[r, tp.FIRST_MARK]
     clock[START_FAILS] = np.inf
     _next_startup(m, tape, r, clock, count)
     while True:
@@ -151,22 +98,22 @@ def _run_one(m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: I
         if which >= 0:
             node, sure = int(nodes.pending[WHICH, which]), nodes.pending[KEPT, which] > 0.0
             _drop_pending(nodes.pending, count, which)
-            mark = tape.marks[first + tape.of_run[r, POOL] + count[FOLLOWED] % tape.of_run[r, POOL_SIZE]]
+            mark = tape.marks[first + tape.of_run[r, tp.POOL] + count[FOLLOWED] % tape.of_run[r, tp.POOL_SIZE]]
             count[FOLLOWED] += 1
-            kind = int(mark[KIND])
+            kind = int(mark[tp.KIND])
             came = _node_fault(m, out, r, clock, count, nodes, t, mark, node, sure)
         elif start_fails:
-            kind, came = m.kinds + STARTUP, KEPT_NODE
+            kind, came = m.kinds + md.STARTUP, KEPT_NODE
         else:
             mark = tape.marks[first + tape.order[first_event + count[EVENT]]]
             count[EVENT] += 1
-            kind = int(mark[KIND])
+            kind = int(mark[tp.KIND])
             if kind < m.kinds:
-                came = _node_fault(m, out, r, clock, count, nodes, t, mark, int(mark[NODE]), False)
-            elif kind == m.kinds + BURST:
+                came = _node_fault(m, out, r, clock, count, nodes, t, mark, int(mark[tp.NODE]), False)
+            elif kind == m.kinds + md.BURST:
                 came = _burst(m, tape, out, r, clock, count, nodes, t, mark)
             else:
-                came = _false_alarm(m, out, r, clock, count, nodes, t, int(mark[NODE]))
+                came = _false_alarm(m, out, r, clock, count, nodes, t, int(mark[tp.NODE]))
         if came != NOTHING:
             _fail(m, out, r, clock, count, held, nodes, t, kind, came == SWAPPED)
             _next_startup(m, tape, r, clock, count)
@@ -189,37 +136,37 @@ def _node_fault(
     node: int,
     sure: bool,
 ) -> int:
-    if nodes.back[node] > t or (m.retire_after and nodes.past[FRESH, node] and mark[EXTRA]):
+    if nodes.back[node] > t or (m.retire_after and nodes.past[FRESH, node] and mark[tp.EXTRA]):
         return NOTHING
-    there = m.block_nodes + m.block_spares - _away_in(m, nodes.away, count, m.places[BLOCK, node])
-    chance, share = mark[CHANCE], 1.0 if sure else min(1.0, m.block_nodes / there)
+    there = m.block_nodes + m.block_spares - _away_in(m, nodes.away, count, m.places[md.BLOCK, node])
+    chance, share = mark[tp.CHANCE], 1.0 if sure else min(1.0, m.block_nodes / there)
     if clock[READY] <= t < clock[SUPPLIED]:  # the job waits for a node and has none that trains
         hit, idle = False, chance < m.idle_hazard
     else:
         hit = chance < share
         idle = not hit and chance - share < m.idle_hazard * (1.0 - share)
-    kind = int(mark[KIND])
-    if not (hit or (idle and m.of_kind[REPLACE, kind])) or (hit and t < clock[START] and not m.exposed):
+    kind = int(mark[tp.KIND])
+    if not (hit or (idle and m.of_kind[md.REPLACE, kind])) or (hit and t < clock[START] and not m.exposed):
         return NOTHING
     nodes.past[FAULTS, node] += 1
-    action = REPAIR if m.of_kind[REPLACE, kind] else KEEP
+    action = REPAIR if m.of_kind[md.REPLACE, kind] else KEEP
     if m.retire_after and nodes.past[FAULTS, node] >= m.retire_after:
         action = RETIRE
         nodes.past[FAULTS, node], nodes.past[FRESH, node] = 0, 1
     if action == KEEP:
-        if mark[AGAIN] < m.of_kind[PERSISTS, kind]:
-            _set_pending(nodes.pending, count, node, t + mark[GAP_S], True)
+        if mark[tp.AGAIN] < m.of_kind[md.PERSISTS, kind]:
+            _set_pending(nodes.pending, count, node, t + mark[tp.GAP_S], True)
     else:
-        end = t + (mark[AWAY_S] if action == REPAIR else m.retire_s)
+        end = t + (mark[tp.AWAY_S] if action == REPAIR else m.retire_s)
         _send_out(m, out, r, nodes, count, t, node, end)
         if m.refaults:
-            when = end + mark[GAP_S] if action == REPAIR and mark[BROKEN] else np.inf
+            when = end + mark[tp.GAP_S] if action == REPAIR and mark[tp.BROKEN] else np.inf
             _set_pending(nodes.pending, count, node, when, False)
     if hit:
         if action != KEEP and m.evictions:
             _take_neighbours(m, out, r, nodes, count, t, node, m.evictions)
         return KEPT_NODE if action == KEEP else SWAPPED
-    out.counts[r, IDLE_FAULTS] += 1
+    out.counts[r, md.IDLE_FAULTS] += 1
     _wait_longer(m, clock, count, nodes, t)
     return NOTHING
 
@@ -228,8 +175,8 @@ def _node_fault(
 def _burst(
     m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: Ints, nodes: Nodes, t: float, mark: Floats
 ) -> int:
-    first = int(mark[NODE])
-    pool = tape.of_run[r, FIRST_MARK] + tape.of_run[r, BURST_POOL] + count[BURSTS] * m.burst_nodes
+    first = int(mark[tp.NODE])
+    pool = tape.of_run[r, tp.FIRST_MARK] + tape.of_run[r, tp.BURST_POOL] + count[BURSTS] * m.burst_nodes
     count[BURSTS] += 1
     there, idle = m.total - count[AWAY], m.total - count[AWAY] - m.nodes
     healthy, missed = 0, 1.0
@@ -239,28 +186,26 @@ def _burst(
             missed *= max(0.0, (idle - healthy) / (there - healthy))
             healthy += 1
     waits = clock[READY] <= t < clock[SUPPLIED]
-    hit = healthy > 0 and not waits and mark[CHANCE] >= missed
+    hit = healthy > 0 and not waits and mark[tp.CHANCE] >= missed
     if healthy == 0 or (hit and t < clock[START] and not m.exposed):
         return NOTHING
     for i in range(m.burst_nodes):
         node = first + i
         if nodes.back[node] <= t:
-            end = t + tape.marks[pool + i, AWAY_S]
+            end = t + tape.marks[pool + i, tp.AWAY_S]
             _send_out(m, out, r, nodes, count, t, node, end)
             if m.refaults:
-                when = end + tape.marks[pool + i, GAP_S] if tape.marks[pool + i, BROKEN] else np.inf
+                when = end + tape.marks[pool + i, tp.GAP_S] if tape.marks[pool + i, tp.BROKEN] else np.inf
                 _set_pending(nodes.pending, count, node, when, False)
     if hit:
         return SWAPPED
-    out.counts[r, IDLE_FAULTS] += healthy
+    out.counts[r, md.IDLE_FAULTS] += healthy
     _wait_longer(m, clock, count, nodes, t)
     return NOTHING
 
 
 @_jit
-def _false_alarm(
-    m: Model, out: Outcome, r: int, clock: Floats, count: Ints, nodes: Nodes, t: float, node: int
-) -> int:
+def _false_alarm(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, nodes: Nodes, t: float, node: int) -> int:
     if clock[READY] <= t < clock[SUPPLIED] or (t < clock[START] and not m.exposed):
         return NOTHING
     if nodes.back[node] <= t:
@@ -272,16 +217,25 @@ def _false_alarm(
 
 @_jit
 def _fail(
-    m: Model, out: Outcome, r: int, clock: Floats, count: Ints, held: Ints, nodes: Nodes, t: float, kind: int, swap: bool
+    m: Model,
+    out: Outcome,
+    r: int,
+    clock: Floats,
+    count: Ints,
+    held: Ints,
+    nodes: Nodes,
+    t: float,
+    kind: int,
+    swap: bool,
 ) -> None:
     """The job is interrupted, or its restart is: lose what the tiers do not hold, and begin a restart."""
     saves, useful = count[SAVES], 0.0
-    tier = int(m.of_kind[TIER, kind])
+    tier = int(m.of_kind[md.TIER, kind])
     _close_outage(out, r, clock, count, min(t, clock[START]))
     if t >= clock[START]:
         saves, useful = _close_life(m, out, r, clock, count, t)
         _hold(m, clock, count, held, saves, t)
-        out.counts[r, INTERRUPTIONS] += 1
+        out.counts[r, md.INTERRUPTIONS] += 1
     else:
         tier = max(tier, count[NEEDED])
     source = tier
@@ -290,16 +244,16 @@ def _fail(
             source = i
     restored = held[source]
     held[: tier + 1] = restored
-    falsely = kind == m.kinds + FALSE_ALARM
+    falsely = kind == m.kinds + md.FALSE_ALARM
     lost = (saves - restored) * m.interval_s + useful
-    out.ledger_s[r, FALSE_POSITIVE if falsely else ROLLBACK] += lost
-    out.progress[r, LEVEL, int(t / DAY_S) + 1] -= lost
-    out.counts[r, FAILURES + kind] += 1
+    out.ledger_s[r, md.FALSE_POSITIVE if falsely else md.ROLLBACK] += lost
+    out.progress[r, md.LEVEL, int(t / DAY_S) + 1] -= lost
+    out.counts[r, md.FAILURES + kind] += 1
     count[SAVES], count[NEEDED], count[FALSELY] = restored, tier, falsely
-    clock[FAILED], clock[DETECTED] = t, t + m.of_kind[DETECT_S, kind]
+    clock[FAILED], clock[DETECTED] = t, t + m.of_kind[md.DETECT_S, kind]
     clock[READY] = clock[DETECTED] + m.decide_s
     clock[SWAP] = m.replace_s if swap else 0.0
-    clock[LOAD] = m.start_s + m.tiers[LOAD_S, source]
+    clock[LOAD] = m.start_s + m.tiers[md.LOAD_S, source]
     clock[SUPPLIED] = _supplied(m, nodes.away, count, clock[READY])
     clock[START] = clock[SUPPLIED] + clock[SWAP] + clock[LOAD]
 
@@ -307,7 +261,7 @@ def _fail(
 @_jit
 def _next_startup(m: Model, tape: Tape, r: int, clock: Floats, count: Ints) -> None:
     if m.startups:
-        which = tape.of_run[r, FIRST_STARTUP] + count[STARTUPS] % tape.of_run[r, STARTUPS_MADE]
+        which = tape.of_run[r, tp.FIRST_STARTUP] + count[STARTUPS] % tape.of_run[r, tp.STARTUPS_MADE]
         clock[START_FAILS] = clock[START] + tape.startup_s[which]
         count[STARTUPS] += 1
 
@@ -318,7 +272,7 @@ def _finish(m: Model, out: Outcome, r: int, clock: Floats, count: Ints) -> None:
     _close_outage(out, r, clock, count, min(m.horizon_s, clock[START]))
     if m.horizon_s >= clock[START]:
         saves, useful = _close_life(m, out, r, clock, count, m.horizon_s)
-    out.ledger_s[r, PRODUCTIVE] = saves * m.interval_s + useful
+    out.ledger_s[r, md.PRODUCTIVE] = saves * m.interval_s + useful
 
 
 # ---- time
@@ -329,7 +283,7 @@ def _time_of(tiers: Floats, interval_s: float, saves: int) -> float:
     """Training time from a count of 0 to this one, by the schedule."""
     total = saves * interval_s
     for i in range(tiers.shape[1]):
-        total += tiers[STEP_S, i] * (saves // int(tiers[PERIOD, i]))
+        total += tiers[md.STEP_S, i] * (saves // int(tiers[md.PERIOD, i]))
     return total
 
 
@@ -338,10 +292,10 @@ def _elapsed(tiers: Floats, interval_s: float, saves: int, begun: int) -> float:
     """From the begin of a life at the count `begun` to the end of the pause for the save of the count `saves`."""
     total = _time_of(tiers, interval_s, saves) - _time_of(tiers, interval_s, begun)
     for i in range(tiers.shape[1]):
-        if tiers[WAIT_S, i] > 0.0:
-            period = int(tiers[PERIOD, i])
+        if tiers[md.WAIT_S, i] > 0.0:
+            period = int(tiers[md.PERIOD, i])
             if saves // period > begun // period:
-                total -= tiers[WAIT_S, i]
+                total -= tiers[md.WAIT_S, i]
     return total
 
 
@@ -352,12 +306,12 @@ def _saves_at(tiers: Floats, interval_s: float, age: float, begun: int) -> int:
     last = tiers.shape[1] - 1
     saves, waits = 0, False
     for i in range(last, -1, -1):
-        number = int(left / tiers[SUPER_S, i] + 1e-9)
+        number = int(left / tiers[md.SUPER_S, i] + 1e-9)
         if i < last:
-            number = min(number, int(tiers[PERIOD, i + 1]) // int(tiers[PERIOD, i]) - 1)
-        saves += number * int(tiers[PERIOD, i])
-        left -= number * tiers[SUPER_S, i]
-        waits = waits or tiers[WAIT_S, i] > 0.0
+            number = min(number, int(tiers[md.PERIOD, i + 1]) // int(tiers[md.PERIOD, i]) - 1)
+        saves += number * int(tiers[md.PERIOD, i])
+        left -= number * tiers[md.SUPER_S, i]
+        waits = waits or tiers[md.WAIT_S, i] > 0.0
     saves = max(saves, begun)
     while waits and _elapsed(tiers, interval_s, saves + 1, begun) <= age:
         saves += 1
@@ -374,14 +328,14 @@ def _close_life(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, t: f
     since = max(0.0, age - elapsed)
     useful = min(since, m.interval_s)
     work = (saves - begun) * m.interval_s
-    out.ledger_s[r, CHECKPOINT] += (elapsed - work) + (since - useful)
+    out.ledger_s[r, md.CHECKPOINT] += (elapsed - work) + (since - useful)
     work += useful
     first, last = int(start / DAY_S) + 1, int(t / DAY_S) + 1
     slope = work / age if age > 0.0 else 0.0
-    out.progress[r, SLOPE, first] += slope
-    out.progress[r, LEVEL, first] -= slope * start
-    out.progress[r, SLOPE, last] -= slope
-    out.progress[r, LEVEL, last] += slope * start + work
+    out.progress[r, md.SLOPE, first] += slope
+    out.progress[r, md.LEVEL, first] -= slope * start
+    out.progress[r, md.SLOPE, last] -= slope
+    out.progress[r, md.LEVEL, last] += slope * start + work
     return saves, useful
 
 
@@ -390,7 +344,7 @@ def _hold(m: Model, clock: Floats, count: Ints, held: Ints, saves: int, t: float
     """What each tier has for certain when a life ends at t."""
     age, begun = t - clock[START], count[SAVES]
     for i in range(len(held)):
-        period, lag_s = int(m.tiers[PERIOD, i]), m.tiers[LAG_S, i]
+        period, lag_s = int(m.tiers[md.PERIOD, i]), m.tiers[md.LAG_S, i]
         newest = saves // period * period
         if newest > begun and lag_s > 0.0 and _elapsed(m.tiers, m.interval_s, newest, begun) + lag_s > age:
             newest -= period
@@ -403,16 +357,16 @@ def _close_outage(out: Outcome, r: int, clock: Floats, count: Ints, t: float) ->
     ledger = out.ledger_s[r]
     waited = max(0.0, min(t, clock[SUPPLIED]) - clock[READY])
     if waited > 0.0:
-        out.counts[r, EXHAUSTED] += 1
+        out.counts[r, md.EXHAUSTED] += 1
     if count[FALSELY]:
-        ledger[FALSE_POSITIVE] += t - clock[FAILED]
+        ledger[md.FALSE_POSITIVE] += t - clock[FAILED]
         return
     swapped = clock[SUPPLIED] + clock[SWAP]
-    ledger[DETECTION] += min(t, clock[DETECTED]) - clock[FAILED]
-    ledger[DECISION] += max(0.0, min(t, clock[READY]) - clock[DETECTED])
-    ledger[NO_SPARE] += waited
-    ledger[REPLACEMENT] += max(0.0, min(t, swapped) - clock[SUPPLIED])
-    ledger[RESTART] += max(0.0, min(t, clock[START]) - swapped)
+    ledger[md.DETECTION] += min(t, clock[DETECTED]) - clock[FAILED]
+    ledger[md.DECISION] += max(0.0, min(t, clock[READY]) - clock[DETECTED])
+    ledger[md.NO_SPARE] += waited
+    ledger[md.REPLACEMENT] += max(0.0, min(t, swapped) - clock[SUPPLIED])
+    ledger[md.RESTART] += max(0.0, min(t, clock[START]) - swapped)
 
 
 # ---- nodes
@@ -432,7 +386,7 @@ def _expire(away: Floats, count: Ints, t: float) -> None:
 
 @_jit
 def _away_in(m: Model, away: Floats, count: Ints, block: int) -> int:
-    number = count[AWAY]
+    number = int(count[AWAY])
     if m.by_block:
         number = 0
         for i in range(count[AWAY]):
@@ -446,12 +400,12 @@ def _send_out(m: Model, out: Outcome, r: int, nodes: Nodes, count: Ints, t: floa
     nodes.back[node] = end
     if end > t:
         nodes.away[END, count[AWAY]] = end
-        nodes.away[OF_BLOCK, count[AWAY]] = m.places[BLOCK, node]
+        nodes.away[OF_BLOCK, count[AWAY]] = m.places[md.BLOCK, node]
         count[AWAY] += 1
         last = out.hours.shape[1] - 1
-        out.hours[r, min(last, math.ceil(t / HOUR_S))] += 1
-        out.hours[r, min(last, math.ceil(min(end, m.horizon_s + HOUR_S) / HOUR_S))] -= 1
-    out.counts[r, MOST_DOWN] = max(out.counts[r, MOST_DOWN], count[AWAY])
+        out.hours[r, min(last, math.ceil(t / md.HOUR_S))] += 1
+        out.hours[r, min(last, math.ceil(min(end, m.horizon_s + md.HOUR_S) / md.HOUR_S))] -= 1
+    out.counts[r, md.MOST_DOWN] = max(out.counts[r, md.MOST_DOWN], count[AWAY])
 
 
 @_jit
@@ -459,7 +413,7 @@ def _take_neighbours(
     m: Model, out: Outcome, r: int, nodes: Nodes, count: Ints, t: float, node: int, wanted: int
 ) -> None:
     """So many healthy nodes next to this one go out until they are found to be healthy."""
-    first, number, place = m.places[NEAR_FIRST, node], m.places[NEAR_COUNT, node], m.places[NEAR_PLACE, node]
+    first, number, place = m.places[md.NEAR_FIRST, node], m.places[md.NEAR_COUNT, node], m.places[md.NEAR_PLACE, node]
     for i in range(1, number + 1):
         near = first + (place + i) % number
         if wanted > 0 and nodes.back[near] <= t:

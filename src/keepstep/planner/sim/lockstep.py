@@ -349,7 +349,7 @@ def _time_of(m: Model, saves: Ints) -> Floats:
     total: Floats = saves * m.interval_s
     for i in range(m.tiers.shape[1]):
         period = int(m.tiers[PERIOD, i])
-        total += m.tiers[STEP_S, i] * (saves if period == 1 else saves // period)
+        total += m.tiers[STEP_S, i] * (saves if period == 1 else saves // period).astype(np.float64)
     return total
 
 
@@ -358,7 +358,7 @@ def _elapsed(m: Model, saves: Ints, begun: Ints) -> Floats:
     total = _time_of(m, saves) - _time_of(m, begun)
     for i in np.flatnonzero(m.tiers[WAIT_S] > 0.0):
         period = int(m.tiers[PERIOD, i])
-        total = np.where(saves // period > begun // period, total - m.tiers[WAIT_S, i], total)
+        total = total - (saves // period > begun // period) * float(m.tiers[WAIT_S, i])
     return total
 
 

@@ -18,7 +18,9 @@ LEDGER = (
     *("replacement", "no_spare", "restart", "false_positive"),
 )
 """Buckets of a run's time, in the order of the columns below."""
-PRODUCTIVE, STRAGGLER, CHECKPOINT, ROLLBACK, DETECTION, DECISION, REPLACEMENT, NO_SPARE, RESTART, FALSE_POSITIVE = range(10)
+PRODUCTIVE, STRAGGLER, CHECKPOINT, ROLLBACK, DETECTION, DECISION, REPLACEMENT, NO_SPARE, RESTART, FALSE_POSITIVE = (
+    range(10)
+)
 
 BURST, STARTUP, FALSE_ALARM = 0, 1, 2
 """What interrupts a job besides the kinds of failures; their index is the number of kinds plus this."""

@@ -74,7 +74,8 @@ class Nodes:
         """Nodes of a block that are away; of the pool without blocks."""
         if not self.model.by_block:
             return self.away[rows]
-        return ((self.end[:, rows] > self.now[rows]) & (self.block[:, rows] == block)).sum(axis=0)
+        number: Ints = ((self.end[:, rows] > self.now[rows]) & (self.block[:, rows] == block)).sum(axis=0)
+        return number
 
     # ---- going and coming
 

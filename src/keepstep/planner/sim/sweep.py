@@ -52,7 +52,7 @@ def set_key(scenario: Scenario, key: str, value: str) -> Scenario:
 
     A key of the job may go without `job.`; members of lists are named by index or name. Raises ConfigError naming key and value.
     """
-    tree: Any = msgspec.to_builtins(scenario)
+    tree: Any = msgspec.json.decode(msgspec.json.encode(scenario))
     path = key.split(".")
     if path[0] not in tree and path[0] in tree["job"]:
         path = ["job", *path]

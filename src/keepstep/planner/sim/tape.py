@@ -167,9 +167,9 @@ class _Drawing:
         residual = rng.random(rate.shape) * rng.standard_gamma(1.0 + 1.0 / shape, rate.shape) ** (1.0 / shape)
         times_s = residual * scale_s
         at = np.nonzero(times_s < ends_s)
-        found = []
+        found: list[tuple[Ints, Ints, Floats]] = []
         while at[0].size:
-            found.append((*at, times_s[at]))
+            found.append((at[0], at[1], times_s[at]))
             times_s[at] += scale_s[at] * rng.standard_exponential(at[0].size) ** (1.0 / shape)
             again = times_s[at] < ends_s[at[1]]
             at = (at[0][again], at[1][again])
@@ -177,7 +177,9 @@ class _Drawing:
 
     def _rows_of(self, found: list[tuple[Ints, Ints, Floats]], weeks_s: Floats | None) -> tuple[Floats, _Marks]:
         """Faults given as (node, run, time) as rows of events, each run's in order of time."""
-        node, run, time_s = (np.concatenate(part) for part in zip(*found, strict=True)) if found else [np.zeros(0, int)] * 3
+        node, run, time_s = (
+            (np.concatenate(part) for part in zip(*found, strict=True)) if found else [np.zeros(0, int)] * 3
+        )
         order = np.lexsort((time_s, run))
         node, run, time_s = node[order], run[order], time_s[order]
         counts = np.bincount(run, minlength=BLOCK_RUNS)
