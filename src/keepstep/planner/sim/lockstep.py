@@ -346,10 +346,10 @@ def _finish(b: Batch) -> None:
 
 def _time_of(m: Model, saves: Ints) -> Floats:
     """Training time from a count of 0 to this one, by the schedule."""
-    total: Floats = saves * m.interval_s
+    total: Floats = saves.astype(np.float64) * m.interval_s
     for i in range(m.tiers.shape[1]):
         period = int(m.tiers[PERIOD, i])
-        total += m.tiers[STEP_S, i] * (saves if period == 1 else saves // period).astype(np.float64)
+        np.add(total, m.tiers[STEP_S, i] * (saves if period == 1 else saves // period), out=total)
     return total
 
 
