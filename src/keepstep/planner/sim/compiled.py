@@ -50,16 +50,33 @@ class Nodes(NamedTuple):
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-LEAN: dict[str, Any] = {"forceinline": True, "_nrt": False}
+LEAN: dict[str, Any] = {"_nrt": False}
 """Nothing here allocates, so arrays need no reference counts; with counts and calls each event takes ten times as long."""
+INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Not called from Python: without what that takes there is less to compile."""
 
 
-def _jit(function: F) -> F:
-    """Compile on first use; without the lean options where numba does not know them, without a cache where there is no place."""
-    for options in ({**OPTIONS, **LEAN, "cache": True}, {**OPTIONS, **LEAN}, {**OPTIONS, "cache": True}):
+def _compiled(function: F, *options: dict[str, Any]) -> F:
+    """Compiled on first use, with the first of these options that this numba and this machine can do."""
+    for chosen in options:
         with contextlib.suppress(KeyError, RuntimeError):
-            return cast("F", numba.njit(**options)(function))
+            return cast("F", numba.njit(**OPTIONS, **chosen)(function))
     return cast("F", numba.njit(**OPTIONS)(function))
+
+
+def _hot(function: F) -> F:
+    """Of every event."""
+    return _compiled(function, {**LEAN, **INNER, "forceinline": True}, {**LEAN, **INNER})
+
+
+def _cold(function: F) -> F:
+    """Of some events, or a function that would be the same inlined."""
+    return _compiled(function, {**LEAN, **INNER})
+
+
+def _outer(function: F) -> F:
+    """Called from Python; cached with all that it calls, where there is a place for it."""
+    return _compiled(function, {**LEAN, "cache": True}, LEAN, {"cache": True})
 
 
 def run(model: Model, tape: Tape, out: Outcome) -> None:
@@ -70,7 +87,7 @@ def run(model: Model, tape: Tape, out: Outcome) -> None:
     _run_all(model, tape, out, *state, nodes)
 
 
-@_jit
+@_outer
 def _run_all(m: Model, tape: Tape, out: Outcome, clock: Floats, count: Ints, held: Ints, nodes: Nodes) -> None:
     for r in range(len(tape.of_run)):
         clock[:], count[:], held[:], nodes.back[:] = 0.0, 0, 0, 0.0
@@ -79,13 +96,13 @@ def _run_all(m: Model, tape: Tape, out: Outcome, clock: Floats, count: Ints, hel
         _run_one(m, tape, out, r, clock, count, held, nodes)
 
 
-@_jit
+@_cold
 def _run_one(m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: Ints, held: Ints, nodes: Nodes) -> None:
     first_event, first = tape.of_run[r, tp.FIRST_EVENT], tape.of_run[r, tp.FIRST_MARK]
     clock[START_FAILS] = np.inf
     _next_startup(m, tape, r, clock, count)
     while True:
-        t, start_fails, which = tape.time_s[first_event + count[EVENT]], False, -1
+        t, start_fails, which, node = tape.time_s[first_event + count[EVENT]], False, -1, 0
         if clock[START_FAILS] < t:
             t, start_fails = clock[START_FAILS], True
         if m.refaults:
@@ -95,25 +112,25 @@ def _run_one(m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: I
         if t >= m.horizon_s:
             break
         _expire(nodes.away, count, t)
+        row, kind, sure = first, m.kinds + md.STARTUP, False
         if which >= 0:
             node, sure = int(nodes.pending[WHICH, which]), nodes.pending[KEPT, which] > 0.0
             _drop_pending(nodes.pending, count, which)
-            mark = tape.marks[first + tape.of_run[r, tp.POOL] + count[FOLLOWED] % tape.of_run[r, tp.POOL_SIZE]]
+            row += tape.of_run[r, tp.POOL] + count[FOLLOWED] % tape.of_run[r, tp.POOL_SIZE]
             count[FOLLOWED] += 1
-            kind = int(mark[tp.KIND])
-            came = _node_fault(m, out, r, clock, count, nodes, t, mark, node, sure)
-        elif start_fails:
-            kind, came = m.kinds + md.STARTUP, KEPT_NODE
-        else:
-            mark = tape.marks[first + tape.order[first_event + count[EVENT]]]
+        elif not start_fails:
+            row += tape.order[first_event + count[EVENT]]
+            node = int(tape.marks[row, tp.NODE])
             count[EVENT] += 1
+        mark, came = tape.marks[row], KEPT_NODE
+        if which >= 0 or not start_fails:
             kind = int(mark[tp.KIND])
             if kind < m.kinds:
-                came = _node_fault(m, out, r, clock, count, nodes, t, mark, int(mark[tp.NODE]), False)
+                came = _node_fault(m, out, r, clock, count, nodes, t, mark, node, sure)
             elif kind == m.kinds + md.BURST:
                 came = _burst(m, tape, out, r, clock, count, nodes, t, mark)
             else:
-                came = _false_alarm(m, out, r, clock, count, nodes, t, int(mark[tp.NODE]))
+                came = _false_alarm(m, out, r, clock, count, nodes, t, node)
         if came != NOTHING:
             _fail(m, out, r, clock, count, held, nodes, t, kind, came == SWAPPED)
             _next_startup(m, tape, r, clock, count)
@@ -123,7 +140,7 @@ def _run_one(m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: I
 # ---- events
 
 
-@_jit
+@_hot
 def _node_fault(
     m: Model,
     out: Outcome,
@@ -171,7 +188,7 @@ def _node_fault(
     return NOTHING
 
 
-@_jit
+@_cold
 def _burst(
     m: Model, tape: Tape, out: Outcome, r: int, clock: Floats, count: Ints, nodes: Nodes, t: float, mark: Floats
 ) -> int:
@@ -204,7 +221,7 @@ def _burst(
     return NOTHING
 
 
-@_jit
+@_cold
 def _false_alarm(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, nodes: Nodes, t: float, node: int) -> int:
     if clock[READY] <= t < clock[SUPPLIED] or (t < clock[START] and not m.exposed):
         return NOTHING
@@ -215,7 +232,7 @@ def _false_alarm(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, nod
     return SWAPPED
 
 
-@_jit
+@_hot
 def _fail(
     m: Model,
     out: Outcome,
@@ -258,7 +275,7 @@ def _fail(
     clock[START] = clock[SUPPLIED] + clock[SWAP] + clock[LOAD]
 
 
-@_jit
+@_cold
 def _next_startup(m: Model, tape: Tape, r: int, clock: Floats, count: Ints) -> None:
     if m.startups:
         which = tape.of_run[r, tp.FIRST_STARTUP] + count[STARTUPS] % tape.of_run[r, tp.STARTUPS_MADE]
@@ -266,7 +283,7 @@ def _next_startup(m: Model, tape: Tape, r: int, clock: Floats, count: Ints) -> N
         count[STARTUPS] += 1
 
 
-@_jit
+@_cold
 def _finish(m: Model, out: Outcome, r: int, clock: Floats, count: Ints) -> None:
     saves, useful = count[SAVES], 0.0
     _close_outage(out, r, clock, count, min(m.horizon_s, clock[START]))
@@ -278,7 +295,7 @@ def _finish(m: Model, out: Outcome, r: int, clock: Floats, count: Ints) -> None:
 # ---- time
 
 
-@_jit
+@_hot
 def _time_of(tiers: Floats, interval_s: float, saves: int) -> float:
     """Training time from a count of 0 to this one, by the schedule."""
     total = saves * interval_s
@@ -287,7 +304,7 @@ def _time_of(tiers: Floats, interval_s: float, saves: int) -> float:
     return total
 
 
-@_jit
+@_hot
 def _elapsed(tiers: Floats, interval_s: float, saves: int, begun: int) -> float:
     """From the begin of a life at the count `begun` to the end of the pause for the save of the count `saves`."""
     total = _time_of(tiers, interval_s, saves) - _time_of(tiers, interval_s, begun)
@@ -299,7 +316,7 @@ def _elapsed(tiers: Floats, interval_s: float, saves: int, begun: int) -> float:
     return total
 
 
-@_jit
+@_hot
 def _saves_at(tiers: Floats, interval_s: float, age: float, begun: int) -> int:
     """Count of finished saves at an age of a life that began at the count `begun`."""
     left = age + _time_of(tiers, interval_s, begun)
@@ -318,7 +335,7 @@ def _saves_at(tiers: Floats, interval_s: float, age: float, begun: int) -> int:
     return saves
 
 
-@_jit
+@_hot
 def _close_life(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, t: float) -> tuple[int, float]:
     """Account for training up to t: the count of saves, and the useful seconds since the last one."""
     start, begun = clock[START], count[SAVES]
@@ -339,7 +356,7 @@ def _close_life(m: Model, out: Outcome, r: int, clock: Floats, count: Ints, t: f
     return saves, useful
 
 
-@_jit
+@_hot
 def _hold(m: Model, clock: Floats, count: Ints, held: Ints, saves: int, t: float) -> None:
     """What each tier has for certain when a life ends at t."""
     age, begun = t - clock[START], count[SAVES]
@@ -352,7 +369,7 @@ def _hold(m: Model, clock: Floats, count: Ints, held: Ints, saves: int, t: float
             held[i] = newest
 
 
-@_jit
+@_hot
 def _close_outage(out: Outcome, r: int, clock: Floats, count: Ints, t: float) -> None:
     ledger = out.ledger_s[r]
     waited = max(0.0, min(t, clock[SUPPLIED]) - clock[READY])
@@ -372,7 +389,7 @@ def _close_outage(out: Outcome, r: int, clock: Floats, count: Ints, t: float) ->
 # ---- nodes
 
 
-@_jit
+@_hot
 def _expire(away: Floats, count: Ints, t: float) -> None:
     """Forget the nodes that are back."""
     i = 0
@@ -384,7 +401,7 @@ def _expire(away: Floats, count: Ints, t: float) -> None:
             i += 1
 
 
-@_jit
+@_hot
 def _away_in(m: Model, away: Floats, count: Ints, block: int) -> int:
     number = int(count[AWAY])
     if m.by_block:
@@ -395,7 +412,7 @@ def _away_in(m: Model, away: Floats, count: Ints, block: int) -> int:
     return number
 
 
-@_jit
+@_hot
 def _send_out(m: Model, out: Outcome, r: int, nodes: Nodes, count: Ints, t: float, node: int, end: float) -> None:
     nodes.back[node] = end
     if end > t:
@@ -408,7 +425,7 @@ def _send_out(m: Model, out: Outcome, r: int, nodes: Nodes, count: Ints, t: floa
     out.counts[r, md.MOST_DOWN] = max(out.counts[r, md.MOST_DOWN], count[AWAY])
 
 
-@_jit
+@_cold
 def _take_neighbours(
     m: Model, out: Outcome, r: int, nodes: Nodes, count: Ints, t: float, node: int, wanted: int
 ) -> None:
@@ -421,7 +438,7 @@ def _take_neighbours(
             wanted -= 1
 
 
-@_jit
+@_cold
 def _supplied(m: Model, away: Floats, count: Ints, ready: float) -> float:
     """When each block has the nodes that the job needs of it, `ready` at the earliest."""
     number = count[AWAY]
@@ -439,7 +456,7 @@ def _supplied(m: Model, away: Floats, count: Ints, ready: float) -> float:
     return when
 
 
-@_jit
+@_cold
 def _wait_longer(m: Model, clock: Floats, count: Ints, nodes: Nodes, t: float) -> None:
     """A node that did not train has failed: a job that waits for one may have to wait for longer."""
     if t < clock[SUPPLIED]:
@@ -452,7 +469,7 @@ def _wait_longer(m: Model, clock: Floats, count: Ints, nodes: Nodes, t: float) -
 # ---- faults that follow
 
 
-@_jit
+@_hot
 def _soonest(pending: Floats, number: int, before: float) -> int:
     """The first of them, -1 when none is before that time."""
     which = -1
@@ -462,14 +479,14 @@ def _soonest(pending: Floats, number: int, before: float) -> int:
     return which
 
 
-@_jit
+@_hot
 def _drop_pending(pending: Floats, count: Ints, which: int) -> None:
     count[PENDING] -= 1
     for row in range(3):
         pending[row, which] = pending[row, count[PENDING]]
 
 
-@_jit
+@_cold
 def _set_pending(pending: Floats, count: Ints, node: int, time_s: float, kept: bool) -> None:
     """This node, and no earlier plan for it, will fail at that time; never where it is infinite."""
     for i in range(count[PENDING]):
