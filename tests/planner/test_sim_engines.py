@@ -105,6 +105,10 @@ class TestEngineChoice:
         with pytest.raises(ConfigError, match="spares -1"):
             simulate(msgspec.structs.replace(simple(), spares=-1), 1)
 
+    def test_campaigns_that_would_not_fit_into_memory(self) -> None:
+        with pytest.raises(ConfigError, match=r"days 1e\+06: 3.2e\+06 faults in each run"):
+            simulate(simple(days=1e6), 1)
+
     def test_without_numba(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         assert simulate(simple(days=1.0), 2).engine == "numpy"

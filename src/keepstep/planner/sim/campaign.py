@@ -44,6 +44,8 @@ Engine = Literal["auto", "numpy", "numba"]
 
 EVENTS_OF_BATCH = 1_000_000
 """Events that a batch of the numpy engine has at most, which bounds its memory; a mark of an event takes 64 bytes."""
+MOST_EVENTS = 200_000
+"""Events of one run. A block of runs is drawn at once, and takes some hundred bytes for each event of each of its runs."""
 BLOCKS_OF_BATCH = {"numpy": 16, "numba": 2}
 """Blocks of runs at most; many runs side by side are what makes numpy fast, the compiled engine gains nothing from them."""
 WORTH_PROCESSES_S = 4.0
@@ -196,6 +198,11 @@ def simulate_runs(
     for name, value, least in (("runs", runs, 1), ("seed", seed, 0), ("jobs", 1 if jobs is None else jobs, 1)):
         if value < least:
             raise ConfigError(f"{name} {value}: at least {least}")
+    events = expected_events(scenario)
+    if events > MOST_EVENTS:
+        raise ConfigError(
+            f"days {scenario.days:g}: {events:.3g} faults in each run, at most {MOST_EVENTS:,}; shorten it"
+        )
     works = _works(scenario, runs, seed, engine, jobs, policy)
     parts: dict[int, Results] = {}
     done = 0

@@ -6,7 +6,6 @@ is in one file because numba looks for changes in the file of a cached function 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -49,34 +48,28 @@ class Nodes(NamedTuple):
     past: Ints
 
 
-OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-LEAN: dict[str, Any] = {"_nrt": False}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 """Nothing here allocates, so arrays need no reference counts; with counts and calls each event takes ten times as long."""
-INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+INNER: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Not called from Python: without what that takes there is less to compile."""
 
 
-def _compiled(function: F, *options: dict[str, Any]) -> F:
-    """Compiled on first use, with the first of these options that this numba and this machine can do."""
-    for chosen in options:
-        with contextlib.suppress(KeyError, RuntimeError):
-            return cast("F", numba.njit(**OPTIONS, **chosen)(function))
-    return cast("F", numba.njit(**OPTIONS)(function))
-
-
 def _hot(function: F) -> F:
-    """Of every event."""
-    return _compiled(function, {**LEAN, **INNER, "forceinline": True}, {**LEAN, **INNER})
+    """A part of every event; compiled into what calls it."""
+    return cast("F", numba.njit(**INNER, forceinline=True)(function))
 
 
 def _cold(function: F) -> F:
-    """Of some events, or a function that would be the same inlined."""
-    return _compiled(function, {**LEAN, **INNER})
+    """A part of some events, or one that is too large to be copied."""
+    return cast("F", numba.njit(**INNER)(function))
 
 
 def _outer(function: F) -> F:
-    """Called from Python; cached with all that it calls, where there is a place for it."""
-    return _compiled(function, {**LEAN, "cache": True}, LEAN, {"cache": True})
+    """Called from Python; compiled on first use and cached with all that it calls, where there is a place for it."""
+    try:
+        return cast("F", numba.njit(**OPTIONS, cache=True)(function))
+    except RuntimeError:
+        return cast("F", numba.njit(**OPTIONS)(function))
 
 
 def run(model: Model, tape: Tape, out: Outcome) -> None:
