@@ -8,7 +8,8 @@ import pytest
 
 from keepstep.planner.scenario import DAY_S
 from keepstep.planner.sim.campaign import Results, simulate
-from keepstep.planner.sim.nodepolicy import built_in
+from keepstep.planner.sim.model import EXHAUSTED, IDLE_FAULTS, MOST_DOWN, NO_SPARE, Floats, Ints
+from keepstep.planner.sim.nodepolicy import KEEP, RETIRE, built_in
 from keepstep.records.errors import ConfigError
 from tests.planner.scenarios import any_scenario, results, simple
 
@@ -81,6 +82,26 @@ class TestDeterminism:
     def test_a_run_does_not_depend_on_how_many_there_are(self) -> None:
         few, many = results(self.scenario, 10), results(self.scenario, 150)
         np.testing.assert_array_equal(few.ledger_s, many.ledger_s[:10])
+
+
+class Always:
+    """A policy that does one thing."""
+
+    def __init__(self, action: int) -> None:
+        self.action = action
+
+    def decide(self, kind: Ints, faults_of_node: Ints, t_s: Floats) -> Ints:
+        assert (faults_of_node >= 1).all() and (t_s >= 0.0).all()
+        return np.full(len(kind), self.action)
+
+
+def test_policies_decide() -> None:
+    scenario = simple(nodes=32, rate=0.2, days=5.0, replace=True, retire_s=600.0)
+    kept = results(scenario, 32, policy=Always(KEEP))
+    assert kept.counts[:, MOST_DOWN].max() == 0
+    retired = results(scenario, 32, policy=Always(RETIRE))
+    waits = retired.ledger_s[:, NO_SPARE] / np.maximum(1, retired.counts[:, EXHAUSTED])
+    np.testing.assert_allclose(waits[retired.counts[:, IDLE_FAULTS] == 0], 600.0, rtol=0.2)
 
 
 class TestEngineChoice:

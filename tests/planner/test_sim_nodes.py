@@ -22,9 +22,7 @@ from keepstep.planner.sim.model import (
     REPLACEMENT,
     RESTART,
     Floats,
-    Ints,
 )
-from keepstep.planner.sim.nodepolicy import KEEP, RETIRE
 from keepstep.planner.sim.tape import draw
 from keepstep.records.errors import ConfigError
 from tests.planner.scenarios import results, simple, traced
@@ -163,28 +161,6 @@ class TestCommonCauses:
         failures = found.counts[:, FAILURES + 2]
         assert failures.mean() == pytest.approx(1.0, abs=0.5)
         assert found.ledger_s[:, PRODUCTIVE].max() > 0.96 * 10 * DAY_S
-
-
-class Always:
-    """A policy that does one thing."""
-
-    def __init__(self, action: int) -> None:
-        self.action = action
-
-    def decide(self, kind: Ints, faults_of_node: Ints, t_s: Floats) -> Ints:
-        assert (faults_of_node >= 1).all() and (t_s >= 0.0).all()
-        return np.full(len(kind), self.action)
-
-
-def test_policies_decide(engine: str) -> None:
-    scenario = simple(nodes=32, rate=0.2, days=5.0, replace=True, retire_s=600.0)
-    if engine == "numba":
-        pytest.skip("the compiled engine knows the built-in policy only")
-    kept = results(scenario, 32, policy=Always(KEEP))
-    assert kept.counts[:, MOST_DOWN].max() == 0
-    retired = results(scenario, 32, policy=Always(RETIRE))
-    waits = retired.ledger_s[:, NO_SPARE] / np.maximum(1, retired.counts[:, EXHAUSTED])
-    np.testing.assert_allclose(waits[retired.counts[:, IDLE_FAULTS] == 0], 600.0, rtol=0.2)
 
 
 @pytest.mark.parametrize(
