@@ -18,8 +18,8 @@ LEDGER = (
     *("replacement", "no_spare", "restart", "false_positive"),
 )
 """Buckets of a run's time, in the order of the columns below."""
-# The compiled engine has these numbers, and those of `tape`, built in, and its cache does not notice when they change: a change here
-# needs one in the file of the engine.
+# The compiled engine has these numbers, and those of `tape`, built in, and its cache does not notice when they change: a change
+# here needs one in the file of the engine.
 PRODUCTIVE, STRAGGLER, CHECKPOINT, ROLLBACK, DETECTION, DECISION, REPLACEMENT, NO_SPARE, RESTART, FALSE_POSITIVE = (
     range(10)
 )
