@@ -65,6 +65,7 @@ VERBS: dict[str, Verb] = {
         "diagnose",
     ),
     "inject": Verb("keepstep.cli.inject:inject", "Cause a fault in a running job.", "launch"),
+    "simulate": Verb("keepstep.cli.simulate:simulate", "Simulate a training campaign: time, nodes, money.", "plan"),
     "convert": Verb("keepstep.cli.convert:convert", "Write records in the forms that other tools read."),
     "doctor": Verb("keepstep.cli.doctor:doctor", "Say which settings will cost the job time, why, and the fix."),
     "explain-exit": Verb("keepstep.cli.misc:explain_exit_command", "Say what an exit code means."),

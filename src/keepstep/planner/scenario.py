@@ -70,7 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     restart_exposed: bool = True
     """Whether failures hit restarts too."""
     idle_hazard: float = 1.0
-    """Failure rate of nodes that do not train, relative to that of the others: spares, and all while the job waits for one."""
+    """Failure rate of nodes that do not train, relative to that of the others: spares, and all while the job waits for one. Only
+    kinds that take a node to repair happen to them."""
     repair: Repair = Repair()
     false_alarms_per_day: float = 0.0
     """Healthy nodes of the job taken out by mistake; each interrupts it like a failure of `false_alarm_tier` with detection 0."""
@@ -89,12 +90,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         total = self.job.nodes + self.spares
         at_least_0 = (
             *("spares", "block_nodes", "burst_per_day", "startup_window_s", "false_alarms_per_day", "verify_s"),
-            *("extra_evictions", "retire_after", "retire_s", "trace_days", "idle_hazard"),
+            *("extra_evictions", "retire_after", "retire_s", "trace_days"),
         )
         for name in at_least_0:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)}: a number from 0")
-        for name in ("lemon_share", "startup_failure"):
+        for name in ("lemon_share", "startup_failure", "idle_hazard"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} {getattr(self, name)}: from 0 to 1")
         for name in ("days", "weibull_shape", "lemon_factor"):
@@ -115,11 +116,26 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if self.process == "trace":
             if not self.trace or not self.trace_days > 0.0:
                 raise ConfigError("process trace: give the trace and its length in days")
-            if any(f.kind >= len(self.job.kinds) or not 0.0 <= f.t_s <= self.trace_days * DAY_S for f in self.trace):
-                raise ConfigError("trace: a fault outside its days, or of a kind that the job does not list")
+            self._check_trace(total)
         for name in ("bad_return", "gate_catch"):
             if not 0.0 <= getattr(self.repair, name) <= 1.0:
                 raise ConfigError(f"repair.{name} {getattr(self.repair, name)}: from 0 to 1")
         for name in ("mean_s", "sigma", "refault_mean_s", "gate_s"):
             if not 0.0 <= getattr(self.repair, name) < math.inf:
                 raise ConfigError(f"repair.{name} {getattr(self.repair, name)}: from 0")
+
+    def _check_trace(self, total: int) -> None:
+        for i, fault in enumerate(self.trace):
+            where = f"trace[{i}]"
+            if not 0.0 <= fault.t_s <= self.trace_days * DAY_S:
+                raise ConfigError(f"{where}: t_s {fault.t_s} is outside its {self.trace_days:g} days")
+            if not 0 <= fault.kind < len(self.job.kinds):
+                raise ConfigError(f"{where}: kind {fault.kind}, the job lists {len(self.job.kinds)}")
+            if not 0 <= fault.node < total:
+                raise ConfigError(
+                    f"{where}: node {fault.node}, there are {total} nodes and spares; map it to fewer nodes"
+                )
+            if not 0.0 <= fault.down_s < math.inf:
+                raise ConfigError(f"{where}: down_s {fault.down_s}, from 0")
+        if self.dispersion != 1.0 or self.lemon_share:
+            raise ConfigError("process trace: dispersion and lemons are those of the trace; leave both out")
