@@ -14,6 +14,7 @@ from pathlib import Path
 
 from _common import Result, Target, argument_parser, emit, say
 from keepstep.goodput.interval import young_s
+from keepstep.goodput.spares import poisson_quantile
 from keepstep.planner.replay import Replay, Rule, replay_goodput
 from keepstep.planner.tracerepair import LEVELS, nodes_down, repair_tail, spares_needed
 from keepstep.planner.traces import DAY_S, Fault, FaultTrace, only_levels, read_traces
@@ -26,7 +27,6 @@ from keepstep.planner.tracestats import (
     incidents,
     lemons,
     per_1000_node_days,
-    poisson_quantile,
     rates,
     rates_by_month,
     refaults,

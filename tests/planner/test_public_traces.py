@@ -11,6 +11,7 @@ import pytest
 
 from keepstep.goodput.interval import young_s
 from keepstep.goodput.job import Job
+from keepstep.goodput.spares import poisson_quantile
 from keepstep.planner.replay import Rule, replay_goodput, to_scenario_faults
 from keepstep.planner.scenario import Scenario
 from keepstep.planner.tracerepair import (
@@ -35,7 +36,6 @@ from keepstep.planner.tracestats import (
     incidents,
     lemons,
     per_1000_node_days,
-    poisson_quantile,
     rates,
     rates_by_month,
     refaults,

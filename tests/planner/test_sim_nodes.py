@@ -60,7 +60,7 @@ class TestSpares:
         assert (found.counts[inside, MOST_DOWN] == 1).all()
 
     def test_a_node_that_fails_while_the_job_waits_prolongs_it(self, engine: str) -> None:
-        scenario = two_faults()
+        scenario = msgspec.structs.replace(two_faults(), idle_hazard=1.0)
         times = order(scenario)
         inside = (times[:, 1] - times[:, 0] < 1_001) & (times[:, 1] + 10_120 < 20 * DAY_S)
         found = results(scenario, 64, engine=engine)
@@ -104,6 +104,7 @@ class TestSpares:
 class TestRepairs:
     def test_nodes_that_come_back_broken_fail_again(self, engine: str) -> None:
         plain = simple(nodes=64, rate=0.05, days=30.0, spares=40, replace=True, repair=Repair(mean_s=3_600.0))
+        plain = msgspec.structs.replace(plain, idle_hazard=1.0)
         bad = msgspec.structs.replace(plain, repair=Repair(mean_s=3_600.0, bad_return=0.5, refault_mean_s=3_600.0))
         gated = msgspec.structs.replace(
             plain, repair=Repair(mean_s=3_600.0, bad_return=0.5, refault_mean_s=3_600.0, gate_s=60.0, gate_catch=1.0)

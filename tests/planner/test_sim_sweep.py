@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from keepstep.planner.sim.sweep import Axis, parse_axes, points, set_key
-from keepstep.planner.sizing import poisson_quantile
 from keepstep.records.errors import ConfigError
 from tests.planner.scenarios import simple
 
@@ -62,13 +61,3 @@ def test_keys(key: str, value: str, of: object) -> None:
 def test_bad_keys_and_values_are_named(key: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         set_key(simple(), key, value)
-
-
-def test_spares_by_poisson() -> None:
-    """The published table for 1 day of repair and 6.5 failures per 1000 node-days."""
-    assert [poisson_quantile(6.5e-3 * nodes, 0.999) for nodes in (128, 512, 2048)] == [5, 10, 26]
-    assert [poisson_quantile(6.5e-3 * nodes, 0.99) for nodes in (128, 512, 2048)] == [4, 8, 22]
-    assert poisson_quantile(0.0, 0.999) == 0
-    assert poisson_quantile(2000.0, 0.5) == pytest.approx(2000, abs=2)
-    with pytest.raises(ValueError, match="mean -1"):
-        poisson_quantile(-1.0, 0.5)

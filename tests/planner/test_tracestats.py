@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from keepstep.goodput.interval import exact, exact_restart_immune
 from keepstep.goodput.job import FailureKind, Job, Tier
+from keepstep.goodput.spares import poisson_quantile
 from keepstep.planner.replay import Rule, replay_goodput, to_scenario_faults
 from keepstep.planner.scenario import Scenario
 from keepstep.planner.tracerepair import (
@@ -40,7 +41,6 @@ from keepstep.planner.tracestats import (
     incidents,
     lemons,
     per_1000_node_days,
-    poisson_quantile,
     rates,
     rates_by_month,
     refaults,

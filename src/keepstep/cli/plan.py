@@ -55,6 +55,13 @@ ABOVE_0 = Number(above=True, unit="")
     show_default=True,
     help="Variance over mean of the number of nodes in repair, for spares; docs/traces.md has measured ones.",
 )
+@click.option(
+    "--idle-hazard",
+    type=SHARE,
+    default=0.0,
+    show_default=True,
+    help="Failure rate of nodes that do not train, over others'.",
+)
 @click.option("--block-nodes", type=click.IntRange(1), help="Nodes of a topology block that spares cannot leave.")
 @click.option("--goal", type=SHARE, metavar="SHARE", help="Goodput that is wanted: say what it takes.")
 @click.option("--params", type=ABOVE_0, metavar="N", help="Parameters of the model, such as 70e9: derives save costs.")
@@ -134,6 +141,7 @@ def compute(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, s
         spares=flags["spares"],
         repair_s=flags["mttr"],
         peakedness=flags["peakedness"],
+        idle_hazard=flags["idle_hazard"],
         block_nodes=flags["block_nodes"] or 0,
         fixed_interval=fixed_interval,
         goal=flags["goal"],
@@ -310,6 +318,7 @@ def _inputs(job: Job, around: Circumstances, derived: Derived | None, origins: d
         "spares": around.spares,
         "mttr_s": around.repair_s,
         "peakedness": around.peakedness,
+        "idle_hazard": around.idle_hazard,
         "block_nodes": around.block_nodes or None,
         "goal": around.goal,
         "derived": None if derived is None else msgspec.to_builtins(derived),

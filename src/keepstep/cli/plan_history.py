@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from keepstep.goodput.campaign import RateKnowledge
 from keepstep.goodput.fleetrates import ALL
 from keepstep.goodput.rates import PRIOR_SHAPE
-from keepstep.planner.traces import FaultTrace
+from keepstep.planner.traces import FaultTrace, read_traces
 from keepstep.records.errors import ConfigError
 
 DAY_S = 86_400.0
@@ -46,12 +46,8 @@ def from_events(paths: Sequence[str], nodes: int) -> Seen:
     return Seen(found.interruptions, node_days, origin)
 
 
-def from_trace(spec: str) -> Seen:
-    """Rate, repair, peakedness and dispersion of a failure trace: FILE, or FILE#NAME of several in it. Raises ConfigError."""
-    from keepstep.planner.tracerepair import nodes_down, repair_tail
-    from keepstep.planner.traces import read_traces
-    from keepstep.planner.tracestats import dispersion, incidents
-
+def one_trace(spec: str) -> FaultTrace:
+    """The failure trace in FILE, or the one called NAME of FILE#NAME. Raises ConfigError naming those there are, StorageError."""
     path, mark, name = spec.rpartition("#")
     traces = read_traces(Path(path if mark else spec))
     chosen = [trace for trace in traces if not mark or trace.name == name]
@@ -60,7 +56,15 @@ def from_trace(spec: str) -> Seen:
         raise ConfigError(
             f"--trace {spec}: name one of {names}, as in --trace {path if mark else spec}#{traces[0].name}"
         )
-    trace = chosen[0]
+    return chosen[0]
+
+
+def from_trace(spec: str) -> Seen:
+    """Rate, repair, peakedness and dispersion of a failure trace: FILE, or FILE#NAME of several in it. Raises ConfigError."""
+    from keepstep.planner.tracerepair import nodes_down, repair_tail
+    from keepstep.planner.tracestats import dispersion, incidents
+
+    trace = one_trace(spec)
     merged = incidents(trace)
     begins = [incident.begin_s for incident in merged]
     down = nodes_down(trace)

@@ -6,17 +6,20 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import msgspec
 
 from keepstep.cli.model_flags import DURATION, SHARE, job_from_flags
 from keepstep.cli.output import NotFoundError
+from keepstep.cli.plan_history import one_trace
 from keepstep.cli.run_flags import Number
 from keepstep.goodput.job import Job
+from keepstep.goodput.spares import poisson_quantile
+from keepstep.planner.replay import to_scenario_faults
 from keepstep.planner.scenario import DAY_S, Repair, Scenario, TraceFault
-from keepstep.planner.sizing import poisson_quantile
+from keepstep.planner.traces import FaultTrace, looks_like_one
 from keepstep.records.errors import ConfigError, StorageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,7 +54,7 @@ _OPTIONS = (
         help="How failures follow one another; exponential if not said otherwise.",
     ),
     click.option("--weibull-shape", type=Number(above=True, unit="shape"), metavar="K", help="Below 1: they cluster."),
-    click.option("--trace", "trace_file", metavar="FILE", help="Faults to replay: JSON, or JSON lines."),
+    click.option("--trace", "trace_file", metavar="FILE[#NAME]", help="Faults to replay (docs/traces.md)."),
     click.option("--trace-days", type=Number(above=True, unit="days"), metavar="N", help="Length of the trace."),
     click.option(
         "--dispersion",
@@ -98,6 +101,9 @@ def scenario_from_flags(flags: Mapping[str, Any], given: frozenset[str]) -> tupl
     notes: list[str] = []
     file = flags["scenario_file"]
     base = None if file is None else read_scenario(Path(file))
+    replayed = None if flags["trace_file"] is None else read_trace(flags["trace_file"])
+    if replayed is not None and base is None and flags["failure_rate"] is None:
+        flags = {**flags, "failure_rate": replayed.per_1000_node_days}
     job = job_from_flags(flags) if base is None else _changed_job(base.job, flags, given)
     values = {name: flags[name] for name in _TO_SCENARIO if flags[name] is not None and (base is None or name in given)}
     repair = Repair() if base is None else base.repair
@@ -105,15 +111,16 @@ def scenario_from_flags(flags: Mapping[str, Any], given: frozenset[str]) -> tupl
     values["repair"] = msgspec.structs.replace(repair, **repairs)
     if flags["restart_immune"]:
         values["restart_exposed"] = False
-    if flags["trace_file"] is not None:
-        values["trace"], days = read_trace(Path(flags["trace_file"]))
-        values["trace_days"] = flags["trace_days"] or days
+    if replayed is not None:
+        # What a trace calls a fault is a node that is away, whether it trained or not.
+        values.setdefault("idle_hazard", 1.0)
         values.setdefault("process", "trace")
+        values["trace_days"] = flags["trace_days"] or replayed.days
     elif flags["weibull_shape"] is not None:
         values.setdefault("process", "weibull")
     if base is None and "spares" not in values:
         mean = job.rate_per_node_day * job.nodes * values["repair"].mean_s / DAY_S
-        values["spares"] = poisson_quantile(mean, SPARES_HOLD)
+        values["spares"] = poisson_quantile(SPARES_HOLD, mean)
         if values.get("spares_in") == "block" and values.get("block_nodes"):
             blocks = job.nodes // values["block_nodes"]
             values["spares"] = -(-values["spares"] // blocks) * blocks
@@ -121,6 +128,11 @@ def scenario_from_flags(flags: Mapping[str, Any], given: frozenset[str]) -> tupl
             f"--spares {values['spares']}: enough in {100 * SPARES_HOLD:g} % of the time if nodes fail independently, with "
             f"{mean:.3g} in repair on average (--mttr {values['repair'].mean_s / 3600.0:g}h)"
         )
+    if replayed is not None:
+        nodes = job.nodes + (values.get("spares") or (base.spares if base is not None else 0))
+        values["trace"] = replayed.faults_of(nodes)
+        if replayed.nodes is not None and replayed.nodes < nodes:
+            notes.append(f"the trace watched {replayed.nodes} of the {nodes} nodes and spares; the others never fail")
     scenario = Scenario(job=job, **values) if base is None else msgspec.structs.replace(base, job=job, **values)
     scenario.check()
     return scenario, notes
@@ -157,13 +169,38 @@ def read_scenario(path: Path) -> Scenario:
         raise ConfigError(f"--scenario {path}: {error}") from None
 
 
-def read_trace(path: Path) -> tuple[tuple[TraceFault, ...], float]:
-    """Faults and the trace's length in days, which is that of its last fault in whole days where the file does not say it.
+class Replayed(NamedTuple):
+    """Faults to replay. `nodes`: watched, None where the file does not say; `trace`: where it is a failure trace."""
 
-    A JSON array of faults {"t_s", "node", "down_s", "kind"}, an object {"days", "faults"}, or one fault a line. Formats of
-    published traces are read elsewhere and come here as the same records. Raises ConfigError, NotFoundError, StorageError.
+    faults: tuple[TraceFault, ...]
+    days: float
+    nodes: int | None = None
+    trace: FaultTrace | None = None
+
+    @property
+    def per_1000_node_days(self) -> float | None:
+        """Failure rate of a trace; None where the nodes that never failed are not known."""
+        return None if self.trace is None else 1000.0 * len(self.trace.faults) / self.trace.node_days
+
+    def faults_of(self, nodes: int) -> tuple[TraceFault, ...]:
+        """Those of at most so many nodes, numbered from 0."""
+        if self.trace is None:
+            return self.faults
+        return to_scenario_faults(self.trace, nodes=min(nodes, self.trace.nodes))
+
+
+def read_trace(spec: str) -> Replayed:
+    """Faults, and the trace's length in days: that of its last fault in whole days where nobody says it.
+
+    A failure trace that `planner.traces` reads (FILE, or FILE#NAME of several in it), or the simulation's own records: a JSON
+    array of faults {"t_s", "node", "down_s", "kind"}, an object {"days", "faults"}, or one fault a line. Raises ConfigError,
+    NotFoundError, StorageError.
     """
+    path = Path(spec.rpartition("#")[0] or spec)
     data = _read(path, "--trace")
+    if looks_like_one(data):
+        trace = one_trace(spec)
+        return Replayed((), trace.days, trace.nodes, trace)
     try:
         try:
             whole: Any = json.loads(data)
@@ -180,7 +217,7 @@ def read_trace(path: Path) -> tuple[tuple[TraceFault, ...], float]:
         raise ConfigError(f"--trace {path}: there are no faults in it")
     if length is None:
         length = max(1.0, math.ceil(max(fault.t_s for fault in faults) / DAY_S))
-    return tuple(sorted(faults, key=lambda fault: fault.t_s)), length
+    return Replayed(tuple(sorted(faults, key=lambda fault: fault.t_s)), length)
 
 
 def _read(path: Path, flag: str) -> bytes:

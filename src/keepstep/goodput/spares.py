@@ -16,6 +16,8 @@ from statistics import NormalDist
 
 import msgspec
 
+from keepstep.goodput.special import gamma_cdf
+
 DAY_S = 86_400.0
 TRACE_PEAKEDNESS = 5.7
 """Variance over mean of the nodes down at once in InfiniteHBD-Trace (400 GPU nodes, 345 days; docs/traces.md); LANL's have 1.1."""
@@ -77,21 +79,17 @@ def mean_down(nodes: int, rate_per_node_day: float, replaced_share: float, repai
     return nodes * rate_per_node_day * replaced_share * repair_s / DAY_S
 
 
-def poisson_quantile(p: float, mean: float) -> int:
-    """The least k with P(X <= k) >= p for X of a Poisson distribution. 0 <= p < 1."""
-    if mean <= 0.0:
-        return 0
-    if mean > _LARGE:
-        return _normal_quantile(p, mean, mean)
-    k = 0
-    log_term = -mean
-    total = 0.0
-    while True:
-        total += math.exp(log_term)
-        if total >= p * (1.0 - 1e-15) or k > mean + 100.0 * math.sqrt(mean) + 100.0:
-            return k
-        k += 1
-        log_term += math.log(mean / k)
+def poisson_quantile(level: float, mean: float) -> int:
+    """The smallest k with P(Poisson(mean) <= k) >= level. Raises ValueError for a level outside [0, 1) or a negative mean."""
+    if not 0.0 <= level < 1.0 or not 0.0 <= mean < math.inf:
+        raise ValueError(f"poisson_quantile: level {level} from 0 to below 1, mean {mean} from 0")
+    low, high = -1, max(1, math.ceil(mean))
+    while 1.0 - gamma_cdf(mean, high + 1.0) < level:
+        low, high = high, 2 * high
+    while high - low > 1:  # P(N <= k) = 1 - gamma_cdf(mean, k + 1)
+        middle = (low + high) // 2
+        low, high = (middle, high) if 1.0 - gamma_cdf(mean, middle + 1.0) < level else (low, middle)
+    return high
 
 
 def _normal_quantile(p: float, mean: float, variance: float) -> int:
@@ -142,9 +140,23 @@ def _inverse_b(x: float, load: float) -> float:
     return math.fsum((1.0 - math.log((i + 0.5) / _STEPS) / load) ** x for i in range(_STEPS)) / _STEPS
 
 
-def stall_share(spares: int, load: float, peakedness: float = 1.0) -> float:
-    """Share of time that a job with so many spares waits for a node. `load`: mean number in repair if it never waited."""
-    return erlang_b((spares + 1.0) / peakedness, load / peakedness)
+def stall_share(spares: int, load: float, peakedness: float = 1.0, idle_hazard: float = 0.0) -> float:
+    """Share of time that a job with so many spares waits for a node. `load`: mean number in repair if it never waited.
+
+    `idle_hazard`: failure rate of nodes while the job waits, relative to that of nodes that train. Above 0 more nodes than
+    k + 1 may be in repair: the chain of states goes on beyond them, each weighing idle_hazard x load / state of the one before.
+    """
+    servers, offered = (spares + 1.0) / peakedness, load / peakedness
+    full = erlang_b(servers, offered)
+    if idle_hazard <= 0.0 or full <= 0.0:
+        return full
+    beyond = term = 1.0
+    state = servers
+    while term > beyond * 1e-12:
+        state += 1.0
+        term *= idle_hazard * offered / state
+        beyond += term
+    return full * beyond / (1.0 + full * (beyond - 1.0))
 
 
 def choose(
@@ -153,6 +165,7 @@ def choose(
     load: float,
     peakedness: float = 1.0,
     *,
+    idle_hazard: float = 0.0,
     given: int | None = None,
     block_nodes: int = 0,
     at_most: int | None = None,
@@ -165,7 +178,7 @@ def choose(
     """
 
     def choice(spares: int) -> SpareChoice:
-        return _choice(may_be, nodes, spares, lambda each: 1.0 - stall_share(spares, each, peakedness))
+        return _choice(may_be, nodes, spares, lambda each: 1.0 - stall_share(spares, each, peakedness, idle_hazard))
 
     most = MOST_PER_NODE * nodes + LEAST_TRIED if at_most is None else at_most
     best = _best(choice, most)
@@ -180,7 +193,7 @@ def choose(
         best=best,
         given=None if given is None else choice(given),
         curve=[choice(k) for k in sorted({round(i * shown / CURVE_POINTS) for i in range(CURVE_POINTS + 1)})],
-        blocks=_in_blocks(may_be, nodes, load, peakedness, block_nodes) if block_nodes else None,
+        blocks=_in_blocks(may_be, nodes, peakedness, idle_hazard, block_nodes) if block_nodes else None,
     )
 
 
@@ -215,14 +228,17 @@ def _choice(
 
 
 def _in_blocks(
-    may_be: Sequence[tuple[float, float]], nodes: int, load: float, peakedness: float, block_nodes: int
+    may_be: Sequence[tuple[float, float]], nodes: int, peakedness: float, idle_hazard: float, block_nodes: int
 ) -> Blocks:
     """Each block on its own: the job runs while none is short."""
     blocks = -(-nodes // block_nodes)
 
     def choice(each: int) -> SpareChoice:
         return _choice(
-            may_be, nodes, each * blocks, lambda at: (1.0 - stall_share(each, at / blocks, peakedness)) ** blocks
+            may_be,
+            nodes,
+            each * blocks,
+            lambda at: (1.0 - stall_share(each, at / blocks, peakedness, idle_hazard)) ** blocks,
         )
 
     best = _best(choice, MOST_PER_NODE * block_nodes + LEAST_TRIED)

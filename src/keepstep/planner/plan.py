@@ -34,6 +34,8 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     repair_s: float | None = None
     """Mean time to repair a node; None: unknown, spares are left out."""
     peakedness: float = 1.0
+    idle_hazard: float = 0.0
+    """Failure rate of nodes while the job waits, relative to that of nodes that train."""
     block_nodes: int = 0
     fixed_interval: bool = False
     goal: float | None = None
@@ -210,6 +212,7 @@ def _spares(job: Job, around: Circumstances) -> SparePlan | None:
         job.nodes,
         mean_down(job.nodes, job.rate_per_node_day, share, repair_s),
         around.peakedness,
+        idle_hazard=around.idle_hazard,
         given=around.spares,
         block_nodes=around.block_nodes,
     )
@@ -225,7 +228,7 @@ def _expected(job: Job, there: JobForecast, around: Circumstances, spares: Spare
 
         def running(rate: float) -> float:
             load = mean_down(job.nodes, rate, replaced_share(job), repair_s)
-            return 1.0 - stall_share(count, load, around.peakedness)
+            return 1.0 - stall_share(count, load, around.peakedness, around.idle_hazard)
 
     hours = job.nodes * job.gpus_per_node * around.days * 24.0
     price = around.price_usd

@@ -69,7 +69,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Probability that a (re)start fails, at a uniform time within the window; no node is at fault, nothing but time is lost."""
     restart_exposed: bool = True
     """Whether failures hit restarts too."""
-    idle_hazard: float = 1.0
+    idle_hazard: float = 0.0
     """Failure rate of nodes that do not train, relative to that of the others: spares, and all while the job waits for one. Only
     kinds that take a node to repair happen to them."""
     repair: Repair = Repair()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from keepstep.goodput.spares import poisson_quantile
 from keepstep.planner.traces import DAY_S, FaultTrace
-from keepstep.planner.tracestats import away, poisson_quantile
+from keepstep.planner.tracestats import away
 
 LEVELS = (0.5, 0.9, 0.95, 0.99, 0.999)
 

@@ -83,6 +83,15 @@ def only_levels(trace: FaultTrace, *levels: str) -> FaultTrace:
     return msgspec.structs.replace(trace, name=f"{trace.name} ({', '.join(levels)})", faults=kept)
 
 
+def looks_like_one(data: bytes) -> bool:
+    """Whether the begin of a file is that of a failure trace, compressed or not."""
+    head = data[:4096].lstrip()
+    first = head.partition(b"\n")[0]
+    packed = data.startswith((b"\xfd7zXZ\0", b"\x1f\x8b"))
+    table = first.lower().startswith(b"system,") and b"Prob Started" in first
+    return packed or table or SCHEMA.encode() in first or (head.startswith(b"[") and b'"event_type"' in head)
+
+
 def detect_format(text: str, where: str = "trace") -> Format:
     """Which format a text is in, from its begin. Raises ConfigError when it is none of them."""
     head = text[:4096].lstrip()

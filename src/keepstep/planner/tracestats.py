@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from keepstep.goodput.spares import poisson_quantile
 from keepstep.goodput.special import gamma_cdf
 from keepstep.planner.traces import DAY_S, Fault, FaultTrace
 
@@ -221,19 +222,6 @@ def short_gaps(gaps: Sequence[float], limit_s: float = 3600.0) -> ShortGaps:
 
 
 # ---- which nodes
-
-
-def poisson_quantile(level: float, mean: float) -> int:
-    """The smallest k with P(Poisson(mean) <= k) >= level. Raises ValueError for a level outside [0, 1) or a negative mean."""
-    if not 0.0 <= level < 1.0 or not 0.0 <= mean < math.inf:
-        raise ValueError(f"poisson_quantile: level {level} from 0 to below 1, mean {mean} from 0")
-    low, high = -1, max(1, math.ceil(mean))
-    while 1.0 - gamma_cdf(mean, high + 1.0) < level:
-        low, high = high, 2 * high
-    while high - low > 1:  # P(N <= k) = 1 - gamma_cdf(mean, k + 1)
-        middle = (low + high) // 2
-        low, high = (middle, high) if 1.0 - gamma_cdf(mean, middle + 1.0) < level else (low, middle)
-    return high
 
 
 def faults_by_node(trace: FaultTrace) -> list[int]:
