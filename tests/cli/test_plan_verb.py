@@ -140,6 +140,18 @@ class TestFlags:
         assert "3.79 per 1000 node-days" in result.stderr
         assert json.loads(result.stdout)["inputs"]["failure_rate_per_1000_node_days"] == pytest.approx(3.79)
 
+    def test_a_prior_of_the_fleet(self, shell: Path) -> None:
+        (shell / "fleet.json").write_text(
+            '{"schema": "keepstep.failure_prior/1", "skus": {"H100": {"failures": 40, "node_days": 10000}}}'
+        )
+        base = ("--gpus", "1024", "--delta", "30", "--sku", "H100", "--failure-prior", "fleet.json")
+        alone = plan(*base)
+        assert alone["inputs"]["failure_rate_per_1000_node_days"] == pytest.approx(4.05)
+        seen = plan(*base, "--failures", "100", "--node-days", "20000")
+        assert 4.05 < seen["inputs"]["failure_rate_per_1000_node_days"] < 5.0
+        refused = keepstep("plan", *base, "--failure-rate", "3")
+        assert refused.exit_code == 2 and "give one of them" in refused.stderr
+
     def test_counts_narrow_the_interval(self) -> None:
         base = ("--gpus", "1024", "--delta", "30", "--restart", "5m", "--dispersion", "1")
         few, many = (plan(*base, "--failures", str(n), "--node-days", str(n / 6.5e-3)) for n in (5, 500))

@@ -97,8 +97,8 @@ def _detection(marks: Sequence[Mark]) -> dict[str, float]:
     return found
 
 
-def rate_prior(text: str | None, sku: str, run_dir: Path | None) -> Prior:
-    """--failure-rate, else what the run was started with, else KEEPSTEP_FLEET_PRIOR, else the published rate.
+def rate_prior(text: str | None, sku: str, run_dir: Path | None, flag: str = "--failure-rate") -> Prior:
+    """What `flag` says, else what the run was started with, else KEEPSTEP_FLEET_PRIOR, else the published rate.
 
     Raises ConfigError.
     """
@@ -106,7 +106,7 @@ def rate_prior(text: str | None, sku: str, run_dir: Path | None) -> Prior:
     from keepstep.trainer.cadence import prior_from
 
     if text is not None:
-        return prior_from(text, sku, "--failure-rate")
+        return prior_from(text, sku, flag)
     of_run = read_object(run_dir / "run.json").get("failure_prior") if run_dir is not None else None
     if isinstance(of_run, str):
         return prior_from(of_run, sku, "--failure-prior of the run")

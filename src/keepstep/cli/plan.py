@@ -35,6 +35,9 @@ ABOVE_0 = Number(above=True, unit="")
 @job_options
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="Nodes that train, instead of --gpus.")
 @click.option("--sku", default="unknown", help="GPU model, for its published failure rate (A100, H100).")
+@click.option(
+    "--failure-prior", metavar="FILE|RATE", help="What is known of the rate from elsewhere; counts outweigh it."
+)
 @click.option("--failures", type=Number(unit="failures"), metavar="N", help="Interruptions seen, with --node-days.")
 @click.option("--node-days", type=Number(above=True, unit="node-days"), metavar="N", help="In so much node time.")
 @click.option("--fleet", is_flag=True, help="Failure rate of the fleet's runs (RUNs, or all there are), of --sku.")
@@ -261,15 +264,22 @@ def _history(flags: dict[str, Any], origins: dict[str, str]) -> Seen | None:
 def _rate(flags: dict[str, Any], folders: Sequence[Path], seen: Seen, origins: dict[str, str]) -> RateKnowledge:
     """A given rate alone weighs GIVEN_SHAPE failures; with counts it is a prior that they outweigh."""
     dispersion, rate = flags["dispersion"], flags["failure_rate"]
+    if rate is not None and flags["failure_prior"] is not None:
+        raise ConfigError(f"--failure-rate {rate:g} and --failure-prior {flags['failure_prior']}: give one of them")
     if seen.node_days <= 0.0:
         if rate is not None:
             return given_rate(rate / 1000.0, f"given, taken to rest on {GIVEN_SHAPE:g} failures", dispersion)
-        prior = rate_prior(None, flags["sku"], None)
+        prior = rate_prior(flags["failure_prior"], flags["sku"], None, "--failure-prior")
         origins["failure_rate"] = prior.source
+        if flags["failure_prior"] is not None:
+            return RateKnowledge(
+                shape=prior.shape, node_days=prior.node_days, source=prior.source, dispersion=dispersion
+            )
         note(f"no failure rate is given: {1000.0 * prior.rate_per_node_day:g} per 1000 node-days, {prior.source}")
         return given_rate(prior.rate_per_node_day, prior.source, dispersion)
     origins["failures"] = f"{seen.origin}: {seen.failures:g} in {seen.node_days:.4g} node-days"
-    prior = rate_prior(None if rate is None else f"{rate:g}", flags["sku"], folders[-1] if folders else None)
+    text, flag = (flags["failure_prior"], "--failure-prior") if rate is None else (f"{rate:g}", "--failure-rate")
+    prior = rate_prior(text, flags["sku"], folders[-1] if folders else None, flag)
     found = estimate_rate(prior, seen.failures, seen.node_days, dispersion=dispersion)
     source = f"{found.prior.source}; {origins['failures']}"
     origins["failure_rate"] = source

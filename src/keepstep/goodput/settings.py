@@ -54,17 +54,23 @@ def run_rate(source: Source, history: FailureHistory | None) -> RateEstimate:
     return estimate_rate(prior, failures, node_s / DAY_S, dispersion=TYPICAL_DISPERSION)
 
 
+def hang_floor_s(mttf_s: float, share: float = HANG_SHARE) -> float:
+    """How short a hang limit should be made at most: below, waiting costs less than HANG_COST of time; within the bounds.
+
+    `share`: of failures that are hangs. Two digits, so that a rate that moves a little is no new advice.
+    """
+    wanted_s = HANG_COST * mttf_s / share if share > 0.0 else HANG_MOST_S
+    return float(f"{min(HANG_MOST_S, max(HANG_LEAST_S, wanted_s)):.2g}")
+
+
 def hang_floor(source: Source, history: FailureHistory | None, nodes: int) -> Advised:
     """Floor of a learned hang limit, in seconds: `HANG_COST` of time is lost to waiting for hangs at limit x HANG_SHARE / MTTF."""
     rate = run_rate(source, history)
     mttf_s = rate.mttf_s(nodes)
     wanted_s = HANG_COST * mttf_s / HANG_SHARE
-    floor_s = min(HANG_MOST_S, max(HANG_LEAST_S, wanted_s))
-    # Two digits: a rate that moves a little between cycles is no new advice.
-    floor_s = float(f"{floor_s:.2g}")
     return Advised(
         what="hang_floor_s",
-        value=floor_s,
+        value=hang_floor_s(mttf_s),
         reason=(
             f"{nodes} nodes at {1000.0 * rate.rate_per_node_day:.3g} failures per 1000 node-days fail every {mttf_s:.3g} s; with "
             f"{100.0 * HANG_SHARE:.0f} % of them hangs, {wanted_s:.3g} s of waiting cost {100.0 * HANG_COST:g} % of time; "

@@ -8,12 +8,10 @@ import msgspec
 
 from keepstep.goodput.job import Job, RestartPhases, Tier
 from keepstep.goodput.renewal import goodput
+from keepstep.goodput.settings import hang_floor_s
 from keepstep.goodput.spares import SparePlan
 from keepstep.planner.optimum import best_job
 
-HANG_LIMIT_S = 60.0
-"""A limit that is tried for hangs. How short it may be is known only from the longest normal gap between steps; `keepstep run
---hang-timeout auto` learns it."""
 LEAST_POINTS = 0.05
 """Changes that gain less are not listed: measured inputs are not that exact."""
 
@@ -81,15 +79,16 @@ def _regraded(job: Job, given: Job) -> Iterator[tuple[Tier, Tier, float]]:
 def _what_if(job: Job) -> Iterator[tuple[str, str, str, Job, str]]:
     """Things that can be built, each as the job it would make."""
     for index, kind in enumerate(job.kinds):
-        if kind.detect_s > HANG_LIMIT_S:
+        limit_s = hang_floor_s(job.mttf_s, kind.share)
+        if kind.detect_s > limit_s:
             kinds = list(job.kinds)
-            kinds[index] = msgspec.structs.replace(kind, detect_s=HANG_LIMIT_S)
+            kinds[index] = msgspec.structs.replace(kind, detect_s=limit_s)
             yield (
                 f"detection of {kind.name}",
                 _s(kind.detect_s),
-                _s(HANG_LIMIT_S),
+                _s(limit_s),
                 msgspec.structs.replace(job, kinds=tuple(kinds)),
-                "a limit from measured gaps between steps; it must stay above the longest normal one",
+                "a limit learned from gaps between steps (--hang-timeout auto --advice auto); above the longest normal one",
             )
     phases = job.restart
     if phases.replace_s > 0.0:
