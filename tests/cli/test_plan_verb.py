@@ -206,6 +206,26 @@ class TestHistories:
         two = plan(run_dir, run_dir, "--delta", "0.5")
         assert two["inputs"]["origins"]["failures"].startswith("2 run(s): 2 in")
 
+    def test_a_fleet(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its rate directly, as a file, and as what the other runs say about one."""
+        monkeypatch.setenv("KEEPSTEP_HOME", str(tmp_path))
+        folders = [write_run(tmp_path / "runs" / f"job-{n}", [*FIRST, *FAULT, *SECOND, *END]) for n in range(3)]
+        record = plan("--fleet", "--nodes", "2", "--delta", "1")
+        assert "fleet, unknown" in record["inputs"]["origins"]["failure_rate"]
+        path = tmp_path / "prior.json"
+        wrote = keepstep("goodput", "--fleet", "--write-prior", path, "-o", "name")
+        assert wrote.exit_code == 0, wrote.output
+        assert json.loads(path.read_text())["schema"] == "keepstep.failure_prior/1"
+        by_file = plan("--failure-prior", path, "--nodes", "2", "--delta", "1")
+        assert by_file["inputs"]["failure_rate_per_1000_node_days"] > 6.5
+        others = plan(folders[0], "--failure-prior", "fleet", "--delta", "1")
+        assert "other runs of the fleet" in others["inputs"]["origins"]["failure_rate"]
+        assert (
+            keepstep("plan", "--fleet", "--failures", "1", "--node-days", "9", "--nodes", "2", "--delta", "1").exit_code
+            == 2
+        )
+        assert keepstep("plan", "--since", "3d", "--nodes", "2", "--delta", "1").exit_code == 2
+
     def test_events(self, tmp_path: Path) -> None:
         """Four exceptions, a day apart: three days of 16 nodes."""
         lines = [

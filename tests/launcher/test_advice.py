@@ -14,7 +14,7 @@ from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
 from tests.cli.story import keepstep
 from tests.launcher.harness import Launch, training
-from tests.launcher.lives import Lead, hello, shape
+from tests.launcher.lives import Lead, hello, note, shape, started
 
 OFTEN = '{"schema": "keepstep.failure_prior/1", "skus": {"default": {"failures": 30, "node_days": 3}}}'
 """Ten failures a node and day."""
@@ -52,6 +52,14 @@ class TestDecisions:
         assert 60.0 <= mark.attrs["value"] < HANG_MOST_S
         assert lead.job.advised == {"hang_floor_s": mark.attrs["value"]}
         lead.close()
+
+
+def test_a_mark_of_a_rank_without_sense_ends_nothing(tmp_path: Path) -> None:
+    lead = Lead(tmp_path, shape(1))
+    lead.tell(hello("a"), started("a", 0, [0, 1]), note("a", 0, 0, "advised", 5, value={"x": 1}))
+    assert lead.job.advised == {"None": {"x": 1}}
+    assert calibrations(tmp_path) == []
+    lead.close()
 
 
 def test_a_real_run_follows_advice_and_its_forecast_is_compared(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ BY = ("cause", "class", "node", "rack", "incident", "run")
     "--slo", type=float, metavar="SHARE", help="Fleet: objective of ETTR, such as 0.9; shows its error budget."
 )
 @click.option("--by", type=click.Choice(BY), help="Fleet: what lost time is grouped by in the table (default cause).")
+@click.option(
+    "--write-prior",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Fleet: write its failure rates for --failure-prior of runs and plans.",
+)
 @click.option("--sku", metavar="MODEL", help="Fleet: GPU model of nodes whose records name none, for failure rates.")
 @output_option
 def goodput(
@@ -68,6 +74,7 @@ def goodput(
     since: str | None,
     slo: float | None,
     by: str | None,
+    write_prior: str | None,
     sku: str | None,
     output: str,
 ) -> None:
@@ -86,9 +93,15 @@ def goodput(
             raise ConfigError("--fleet counts all attempts of every run; leave --attempt and --all-attempts out")
         from keepstep.cli.goodput_fleet import show_fleet
 
-        show_fleet(runs, since=since, slo=slo, price=price, by=by or "cause", sku=sku, output=output)
+        show_fleet(runs, since=since, slo=slo, price=price, by=by or "cause", prior=write_prior, sku=sku, output=output)
         return
-    for flag, given in (("--since", since), ("--slo", slo), ("--by", by), ("--sku", sku)):
+    for flag, given in (
+        ("--since", since),
+        ("--slo", slo),
+        ("--by", by),
+        ("--sku", sku),
+        ("--write-prior", write_prior),
+    ):
         if given is not None:
             raise ConfigError(f"{flag} {given} is about many runs; add --fleet")
     if len(runs) != 1:

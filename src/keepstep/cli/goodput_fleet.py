@@ -14,13 +14,15 @@ from keepstep.cli.model_flags import parse_duration
 from keepstep.cli.output import NotFoundError, emit, format_duration_s, format_share, note
 from keepstep.cli.runs import clock, harmless
 from keepstep.goodput.calibration import Score, score
-from keepstep.goodput.fleet import FleetGoodput, LeftOut, RunRecord, fleet
+from keepstep.goodput.fleet import FleetGoodput, LeftOut, RunRecord, exposures_of, failures_of, fleet
+from keepstep.goodput.fleetrates import prior_file, prior_of_others
+from keepstep.goodput.rates import Prior
 from keepstep.goodput.slo import check_objective
 from keepstep.launcher.views.forecasts import calibrations
 from keepstep.launcher.views.ledger import UNKNOWN, read_ledger
 from keepstep.launcher.views.view import is_led, run_dirs
-from keepstep.records.codec import from_rfc3339
-from keepstep.records.errors import ConfigError, KeepstepError
+from keepstep.records.codec import from_rfc3339, to_pretty_json
+from keepstep.records.errors import ConfigError, KeepstepError, StorageError
 from keepstep.records.losses import PARTS, Amount
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def show_fleet(
     slo: float | None,
     price: float | None,
     by: str,
+    prior: str | None,
     sku: str | None,
     output: str,
 ) -> None:
@@ -51,12 +54,31 @@ def show_fleet(
     records, left_out = read_fleet(folders, now_ns, sku=sku or UNKNOWN)
     record = account(records, left_out, begin_ns, now_ns, slo=slo, price=price)
     record = msgspec.structs.replace(record, forecasts=forecast_score(folders, left_out, now_ns))
+    if prior is not None:
+        write_prior(Path(prior), record)
     emit(
         record,
         output,
         table=lambda console, wide: render_fleet(record, console, by=by, wide=wide),
         name=lambda r: "\n".join(run.run_id for run in r.runs),
     )
+
+
+def write_prior(path: Path, record: FleetGoodput) -> None:
+    """The fleet's failure rates as `keepstep.failure_prior/1`. Raises StorageError."""
+    try:
+        path.write_bytes(to_pretty_json(prior_file(record.rates)))
+    except OSError as error:
+        raise StorageError(f"--write-prior {path}: {error.strerror}") from error
+    note(f"wrote {path}: for --failure-prior")
+
+
+def fleet_prior(sku: str, without_run: str | None) -> Prior:
+    """What all runs there are but one say about a GPU model. Raises NotFoundError without any run."""
+    records, _ = read_fleet(fleet_folders(()), time.time_ns())
+    failures = [failure for record in records for failure in failures_of(record)]
+    exposures = [exposure for record in records for exposure in exposures_of(record)]
+    return prior_of_others(failures, exposures, sku, without_run=without_run)
 
 
 def since_ns(text: str, now_ns: int) -> int:

@@ -21,7 +21,7 @@ from keepstep.cli.run_flags import Number
 from keepstep.goodput.calibration import Forecast, make_forecast
 from keepstep.goodput.campaign import GIVEN_SHAPE, RateKnowledge, given_rate
 from keepstep.goodput.job import FailureKind, Job, RestartPhases
-from keepstep.goodput.rates import TYPICAL_DISPERSION, estimate_rate
+from keepstep.goodput.rates import TYPICAL_DISPERSION, Prior, estimate_rate
 from keepstep.planner.params import BYTES_PER_PARAM, STAGE_GBPS, Derived, derive
 from keepstep.planner.plan import Circumstances, Plan, make_plan, planned_job
 from keepstep.records.codec import rfc3339
@@ -36,7 +36,9 @@ ABOVE_0 = Number(above=True, unit="")
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="Nodes that train, instead of --gpus.")
 @click.option("--sku", default="unknown", help="GPU model, for its published failure rate (A100, H100).")
 @click.option(
-    "--failure-prior", metavar="FILE|RATE", help="What is known of the rate from elsewhere; counts outweigh it."
+    "--failure-prior",
+    metavar="FILE|RATE|fleet",
+    help="What is known of the rate from elsewhere, or from all other runs; counts outweigh it.",
 )
 @click.option("--failures", type=Number(unit="failures"), metavar="N", help="Interruptions seen, with --node-days.")
 @click.option("--node-days", type=Number(above=True, unit="node-days"), metavar="N", help="In so much node time.")
@@ -269,7 +271,7 @@ def _rate(flags: dict[str, Any], folders: Sequence[Path], seen: Seen, origins: d
     if seen.node_days <= 0.0:
         if rate is not None:
             return given_rate(rate / 1000.0, f"given, taken to rest on {GIVEN_SHAPE:g} failures", dispersion)
-        prior = rate_prior(flags["failure_prior"], flags["sku"], None, "--failure-prior")
+        prior = _prior(flags, folders)
         origins["failure_rate"] = prior.source
         if flags["failure_prior"] is not None:
             return RateKnowledge(
@@ -278,14 +280,25 @@ def _rate(flags: dict[str, Any], folders: Sequence[Path], seen: Seen, origins: d
         note(f"no failure rate is given: {1000.0 * prior.rate_per_node_day:g} per 1000 node-days, {prior.source}")
         return given_rate(prior.rate_per_node_day, prior.source, dispersion)
     origins["failures"] = f"{seen.origin}: {seen.failures:g} in {seen.node_days:.4g} node-days"
-    text, flag = (flags["failure_prior"], "--failure-prior") if rate is None else (f"{rate:g}", "--failure-rate")
-    prior = rate_prior(text, flags["sku"], folders[-1] if folders else None, flag)
-    found = estimate_rate(prior, seen.failures, seen.node_days, dispersion=dispersion)
+    found = estimate_rate(_prior(flags, folders), seen.failures, seen.node_days, dispersion=dispersion)
     source = f"{found.prior.source}; {origins['failures']}"
     origins["failure_rate"] = source
     return RateKnowledge(
         shape=found.shape, node_days=found.shape / found.rate_per_node_day, source=source, dispersion=dispersion
     )
+
+
+def _prior(flags: dict[str, Any], folders: Sequence[Path]) -> Prior:
+    """--failure-rate or --failure-prior, else what the newest run was started with, else the published rate."""
+    folder = folders[-1] if folders else None
+    if flags["failure_rate"] is not None:
+        return rate_prior(f"{flags['failure_rate']:g}", flags["sku"], folder)
+    if flags["failure_prior"] == "fleet":
+        from keepstep.cli.goodput_fleet import fleet_prior
+        from keepstep.launcher.views.view import run_id_of
+
+        return fleet_prior(flags["sku"], None if folder is None else run_id_of(folder))
+    return rate_prior(flags["failure_prior"], flags["sku"], folder, "--failure-prior")
 
 
 def _phases(job: Job, flags: dict[str, Any]) -> Job:

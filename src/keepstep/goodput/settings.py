@@ -5,6 +5,7 @@ Both have bounds that no rate moves. What a run saw of failures is weighed with 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -63,6 +64,7 @@ def hang_floor_s(mttf_s: float, share: float = HANG_SHARE) -> float:
     return float(f"{min(HANG_MOST_S, max(HANG_LEAST_S, wanted_s)):.2g}")
 
 
+@lru_cache(maxsize=32)
 def hang_floor(source: Source, history: FailureHistory | None, nodes: int) -> Advised:
     """Floor of a learned hang limit, in seconds: `HANG_COST` of time is lost to waiting for hangs at limit x HANG_SHARE / MTTF."""
     rate = run_rate(source, history)
@@ -79,6 +81,7 @@ def hang_floor(source: Source, history: FailureHistory | None, nodes: int) -> Ad
     )
 
 
+@lru_cache(maxsize=32)
 def spares_to_wait_for(source: Source, history: FailureHistory | None, nodes: int, most: int) -> Advised:
     """How many of at most `most` spares a job of so many nodes should begin with: the best by paid goodput."""
     rate = run_rate(source, history)

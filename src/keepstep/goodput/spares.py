@@ -75,7 +75,7 @@ class SparePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mean_down(nodes: int, rate_per_node_day: float, replaced_share: float, repair_s: float) -> float:
-    """Nodes in repair on average, if the job never waited: arrivals times mean time (Little's law), at most MOST_PER_NODE a node."""
+    """Nodes in repair on average if the job never waited: arrivals times mean time (Little's law), at most MOST_PER_NODE a node."""
     return min(nodes * rate_per_node_day * replaced_share * repair_s / DAY_S, float(MOST_PER_NODE * nodes))
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from keepstep.goodput.bursts import discoveries
 from keepstep.goodput.spares import poisson_quantile
 from keepstep.goodput.special import gamma_cdf
 from keepstep.planner.traces import DAY_S, Fault, FaultTrace
@@ -268,8 +269,9 @@ def lemons(trace: FaultTrace, false_discovery: float = 0.05) -> list[Lemon]:
         raise ValueError("lemons: no faults")
     mean = sum(counts.values()) / trace.nodes
     found = sorted((gamma_cdf(mean, k), node, k) for node, k in counts.items())
-    last = max((i for i, (p, _, _) in enumerate(found, 1) if p <= false_discovery * i / trace.nodes), default=0)
-    return [Lemon(node=node, faults=k, p_value=p) for p, node, k in found[:last]]
+    healthy = [1.0] * (trace.nodes - len(found))
+    named = discoveries([p for p, _, _ in found] + healthy, false_discovery)
+    return [Lemon(node=node, faults=k, p_value=p) for (p, node, k), bad in zip(found, named, strict=False) if bad]
 
 
 def _separate_begins(trace: FaultTrace) -> dict[str, list[float]]:

@@ -238,7 +238,7 @@ class JobState:
         """Longest lease that any coordinator of this job may have given."""
         self.failures = HistoryFold()
         """Interruptions of the whole run and its node time."""
-        self.advised: dict[str, float] = {}
+        self.advised: dict[str, Any] = {}
         """Settings that follow the failure rate, as they are now."""
         self._joins = 0
 
@@ -280,7 +280,8 @@ class JobState:
             self.attributed[mark.attrs["incident"]] = mark
         self.failures.take_mark(mark.kind, mark.t_ns, mark.attrs)
         if mark.kind == "advised":
-            self.advised[mark.attrs["what"]] = mark.attrs["value"]
+            # Some come from ranks, whose word is not checked.
+            self.advised[str(mark.attrs.get("what"))] = mark.attrs.get("value")
         if mark.kind == "committed":
             self.last_committed, self.committed_known = mark.attrs.get("step"), True
             self.safe_step = self.last_committed
