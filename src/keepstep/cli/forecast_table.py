@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.cli.output import format_duration_s
+from keepstep.cli.output import format_duration_s, note
 from keepstep.goodput.calibration import Calibration
-from keepstep.launcher.views.forecasts import calibrations
+from keepstep.launcher.views.forecasts import calibrations, telling
 from keepstep.launcher.views.view import is_led
+from keepstep.records.errors import StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,16 @@ WORDS = {
 def forecasts_of(folder: Path) -> list[Calibration]:
     """All forecasts kept of a run, oldest first; a run that is led counts up to now. Raises StorageError."""
     return calibrations(folder, time.time_ns() if is_led(folder) else None)
+
+
+def telling_of(folder: Path) -> list[Calibration]:
+    """The forecast of a run that says most, or none; one that cannot be read is said on stderr and is none."""
+    try:
+        found = telling(folder, time.time_ns() if is_led(folder) else None)
+    except StorageError as error:
+        note(f"no forecast is compared: {error}")
+        return []
+    return [] if found is None else [found]
 
 
 def render_forecasts(rows: Sequence[Calibration], console: Console) -> None:

@@ -106,7 +106,7 @@ def goodput(
             raise ConfigError(f"{flag} {given} is about many runs; add --fleet")
     if len(runs) != 1:
         raise ConfigError(f"give one RUN, not {len(runs)}; --fleet accounts several runs, or all of them")
-    from keepstep.cli.forecast_table import forecasts_of, render_forecasts
+    from keepstep.cli.forecast_table import forecasts_of, render_forecasts, telling_of
 
     folder = find_run(runs[0])
     if forecast:
@@ -119,7 +119,7 @@ def goodput(
 
     def draw(console: Console, wide: bool) -> None:
         render_goodput(record, console, wide=wide)
-        render_forecasts(forecasts_of(folder)[-1:], console)
+        render_forecasts(telling_of(folder), console)
 
     emit(record, output, table=draw, name=lambda r: str(r.run_id))
 

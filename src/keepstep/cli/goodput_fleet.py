@@ -18,7 +18,7 @@ from keepstep.goodput.fleet import FleetGoodput, LeftOut, RunRecord, exposures_o
 from keepstep.goodput.fleetrates import prior_file, prior_of_others
 from keepstep.goodput.rates import Prior
 from keepstep.goodput.slo import check_objective
-from keepstep.launcher.views.forecasts import calibrations
+from keepstep.launcher.views.forecasts import telling
 from keepstep.launcher.views.ledger import UNKNOWN, read_ledger
 from keepstep.launcher.views.view import is_led, run_dirs
 from keepstep.records.codec import from_rfc3339, to_pretty_json
@@ -139,18 +139,19 @@ def read_fleet(folders: Sequence[Path], now_ns: int, *, sku: str = UNKNOWN) -> t
 
 
 def forecast_score(folders: Sequence[Path], left_out: Sequence[LeftOut], now_ns: int) -> Score | None:
-    """The newest forecast of every run beside what became of it; None without any. What cannot be read is said on stderr."""
+    """The most telling forecast of every run beside what became of it; None without any. Errors are said on stderr."""
     bad = {row.folder for row in left_out}
     rows = []
     for folder in folders:
         if str(folder.absolute()) in bad:
             continue
         try:
-            found = calibrations(folder, now_ns if is_led(folder) else None)
+            found = telling(folder, now_ns if is_led(folder) else None)
         except KeepstepError as error:
             note(f"no forecast is compared: {error}")
             continue
-        rows += found[-1:]
+        if found is not None:
+            rows.append(found)
     return score(rows) if rows else None
 
 

@@ -112,9 +112,9 @@ def calibrate(forecast: Forecast, happened: Happened) -> Calibration:
     if happened.productive_s is not None and happened.wall_s > 0.0:
         measured = happened.productive_s / happened.wall_s
     verdict: Literal["inside", "below", "above", "too_early", "unknown"]
-    if measured is None:
+    if happened.productive_s is None:
         verdict = "unknown"
-    elif expected < FEW and happened.failures < FEW:
+    elif measured is None or (expected < FEW and happened.failures < FEW):
         verdict = "too_early"
     else:
         verdict = "below" if measured < interval[0] else "above" if measured > interval[1] else "inside"

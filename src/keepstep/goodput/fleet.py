@@ -117,7 +117,7 @@ class FleetGoodput(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[RunRow]
     left_out: list[LeftOut] = []
     forecasts: Score | None = None
-    """How good the newest forecast of each run was; None when none was kept."""
+    """How good the most telling forecast of each run was (`launcher/views/forecasts.py`); None when there was none."""
 
 
 class _Run(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -14,7 +15,7 @@ from keepstep.goodput.calibration import Calibration, Forecast, Happened, calibr
 from keepstep.goodput.campaign import RateKnowledge
 from keepstep.goodput.history import FAILURE_RULES
 from keepstep.goodput.job import Job, RestartPhases, Tier
-from keepstep.goodput.partition import CAUSE_STARTUP, RECOVERY_PHASES, START_PHASES, partition
+from keepstep.goodput.partition import CAUSE_STARTUP, RECOVERY_PHASES, START_PHASES, Partition, partition
 from keepstep.launcher.coordination.journal import read_marks
 from keepstep.records.codec import from_json, from_rfc3339, rfc3339, to_json
 from keepstep.records.errors import StorageError
@@ -26,8 +27,8 @@ LEFT_OUT = frozenset({"queue", "init", "drain"})
 NS_PER_S = 1_000_000_000
 ADVICE_DAYS = 30.0
 """What an interval that is chosen anew all the time is a forecast for; comparisons take the time that has passed."""
-COSTS = ("value", "block_s", "persist_lag_s", "nodes", "rate_shape", "rate_node_days", "dispersion")
-"""What a mark of the interval says it was computed from."""
+ADVICE = "advice"
+"""Source of forecasts that nobody asked for: the trainer chose an interval."""
 
 
 def keep(run_dir: Path, forecast: Forecast) -> Path:
@@ -64,74 +65,124 @@ def read(run_dir: Path) -> list[Forecast]:
 
 
 def calibrations(run_dir: Path, now_ns: int | None = None) -> list[Calibration]:
-    """Each forecast of a run beside what happened since. `now_ns`: end of a run that goes on. Raises StorageError."""
+    """Each forecast of a run beside what happened since, oldest first: those kept, and the trainer's choices of interval.
+
+    `now_ns`: end of a run that goes on. Raises StorageError.
+    """
+    seen, found = _all(run_dir, now_ns)
+    return [_compared(each, seen) for each in found]
+
+
+def telling(run_dir: Path, now_ns: int | None = None) -> Calibration | None:
+    """The forecast that says most, beside what happened since: the first that was kept, else the first choice of an interval after
+    a restart was seen, else the first. None without any, or when nothing happened since. Raises StorageError."""
+    seen, made = _all(run_dir, now_ns)
+    found = [each for each in made if from_rfc3339(each.made_at) < seen.part.end_ns]
+    kept = [each for each in found if each.source != ADVICE]
+    informed = [each for each in found if each.job.restart.start_s > 0.0]
+    chosen = (kept or informed or found)[:1]
+    return _compared(chosen[0], seen) if chosen else None
+
+
+class _Seen(NamedTuple):
+    """A run so far. `restarts`: (end of its last part, seconds) of each, in order."""
+
+    marks: Sequence[Mark]
+    part: Partition
+    restarts: list[tuple[int, float]]
+
+
+def _all(run_dir: Path, now_ns: int | None) -> tuple[_Seen, list[Forecast]]:
+    kept = read(run_dir)
     marks = read_marks(run_dir)
-    found = sorted([*read(run_dir), *_advised(marks)], key=lambda each: each.made_at)
-    return [calibrate(each, happened(marks, from_rfc3339(each.made_at), now_ns)) for each in found]
+    if not kept and not any(mark.kind == "advised" for mark in marks):
+        return _Seen(marks, partition([]), []), []
+    part = partition(marks, now_ns=now_ns, whole_history=True)
+    seen = _Seen(marks, part, _restarts(part))
+    return seen, sorted([*kept, *_advised(seen)], key=lambda each: each.made_at)
 
 
-def _advised(marks: Sequence[Mark]) -> list[Forecast]:
+class _Chosen(msgspec.Struct, frozen=True):
+    """A mark of the trainer's interval and what it was computed from; ranks send it, so it is checked."""
+
+    what: Literal["interval_s"]
+    value: Annotated[float, msgspec.Meta(gt=0.0)]
+    block_s: Annotated[float, msgspec.Meta(ge=0.0)]
+    persist_lag_s: Annotated[float, msgspec.Meta(ge=0.0)]
+    nodes: Annotated[int, msgspec.Meta(ge=1)]
+    rate_shape: Annotated[float, msgspec.Meta(gt=0.0)]
+    rate_node_days: Annotated[float, msgspec.Meta(gt=0.0)]
+    dispersion: Annotated[float, msgspec.Meta(ge=1.0)]
+    reason: str = ""
+
+
+def _advised(seen: _Seen) -> list[Forecast]:
     """What each change of the trainer's interval forecast, by what had been measured up to then.
 
     A restart takes as long as the median of those before it, and no time when there was none.
     """
     found = []
-    for mark in marks:
-        a = mark.attrs
-        if mark.kind != "advised" or a.get("what") != "interval_s" or not set(COSTS) <= set(a):
+    for mark in seen.marks:
+        if mark.kind != "advised":
             continue
-        before = happened([m for m in marks if m.t_ns <= mark.t_ns], 0, mark.t_ns)
-        rate = RateKnowledge(
-            shape=a["rate_shape"], node_days=a["rate_node_days"], source="the run", dispersion=a["dispersion"]
-        )
+        try:
+            a = msgspec.convert(mark.attrs, _Chosen)
+        except msgspec.ValidationError:
+            continue  # another setting, or nothing that makes sense
+        rate = RateKnowledge(shape=a.rate_shape, node_days=a.rate_node_days, source="the run", dispersion=a.dispersion)
+        before = [seconds for end_ns, seconds in seen.restarts if end_ns <= mark.t_ns]
         job = Job(
-            nodes=a["nodes"],
+            nodes=a.nodes,
             rate_per_node_day=rate.mean,
-            interval_s=a["value"],
-            tiers=(Tier(name="checkpoint", block_s=a["block_s"], persist_lag_s=a["persist_lag_s"]),),
-            restart=RestartPhases(start_s=before.restart_s or 0.0),
+            interval_s=a.value,
+            tiers=(Tier(name="checkpoint", block_s=a.block_s, persist_lag_s=a.persist_lag_s),),
+            restart=RestartPhases(start_s=_median(before) or 0.0),
         )
         made_at = rfc3339(mark.t_ns)
-        found.append(
-            make_forecast(job, rate, ADVICE_DAYS, made_at=made_at, source="advice", reason=a.get("reason", ""))
-        )
+        found.append(make_forecast(job, rate, ADVICE_DAYS, made_at=made_at, source=ADVICE, reason=a.reason))
     return found
 
 
-def happened(marks: Sequence[Mark], since_ns: int, now_ns: int | None = None) -> Happened:
-    """What the marks of a run say of the time from `since_ns` on. Start-up is left out, the starts after failures are not."""
-    part = partition(marks, now_ns=now_ns, whole_history=True)
-    wall_ns = productive_ns = 0
+def _restarts(part: Partition) -> list[tuple[int, float]]:
+    """Each restart: what follows a failure is spread over the cycle that failed and the next, whose number names it."""
+    spent: dict[int, int] = {}
+    ends: dict[int, int] = {}
     for interval in part.intervals:
+        recovers = interval.phase in RECOVERY_PHASES
+        if (
+            (recovers or interval.phase in START_PHASES)
+            and interval.cause != CAUSE_STARTUP
+            and interval.cycle is not None
+        ):
+            number = interval.cycle + recovers
+            spent[number] = spent.get(number, 0) + interval.end_ns - interval.begin_ns
+            ends[number] = interval.end_ns
+    return sorted((ends[number], ns / NS_PER_S) for number, ns in spent.items())
+
+
+def _compared(forecast: Forecast, seen: _Seen) -> Calibration:
+    return calibrate(forecast, _happened(seen, from_rfc3339(forecast.made_at)))
+
+
+def _happened(seen: _Seen, since_ns: int) -> Happened:
+    """A run from `since_ns` on. Start-up is left out, the starts after failures are not."""
+    wall_ns = productive_ns = 0
+    for interval in seen.part.intervals:
         length_ns = interval.end_ns - max(interval.begin_ns, since_ns)
         if length_ns > 0 and interval.phase not in LEFT_OUT and interval.cause != CAUSE_STARTUP:
             wall_ns += length_ns
             productive_ns += length_ns if interval.phase == "productive" else 0
-    later = [mark for mark in marks if mark.t_ns >= since_ns]
-    lags = [
-        mark.attrs["persist_ns"] / NS_PER_S for mark in later if mark.kind == "committed" and _whole(mark, "persist_ns")
-    ]
+    later = [mark for mark in seen.marks if mark.t_ns >= since_ns]
+    commits = [mark for mark in later if mark.kind == "committed" and _whole(mark, "persist_ns")]
     blocks = _blocks(later)
-    spent: dict[int, int] = {}
-    for interval in part.intervals:
-        restarts = interval.phase in RECOVERY_PHASES or interval.phase in START_PHASES
-        if (
-            restarts
-            and interval.cause != CAUSE_STARTUP
-            and interval.begin_ns >= since_ns
-            and interval.cycle is not None
-        ):
-            # What follows a failure is spread over the cycle that failed and the next: the next one's number names the restart.
-            number = interval.cycle + (1 if interval.phase in RECOVERY_PHASES else 0)
-            spent[number] = spent.get(number, 0) + interval.end_ns - interval.begin_ns
     return Happened(
         wall_s=wall_ns / NS_PER_S,
-        productive_s=productive_ns / NS_PER_S if part.reports_steps else None,
+        productive_s=productive_ns / NS_PER_S if seen.part.reports_steps else None,
         failures=sum(_interrupts(mark) for mark in later),
         interval_s=_median([(b[0] - a[1]) / NS_PER_S for a, b in pairwise(blocks) if a[2] == b[2]]),
         block_s=_median([(end - begin) / NS_PER_S for begin, end, _ in blocks]),
-        persist_lag_s=_median(lags),
-        restart_s=_median([ns / NS_PER_S for ns in spent.values()]),
+        persist_lag_s=_median([mark.attrs["persist_ns"] / NS_PER_S for mark in commits]),
+        restart_s=_median([seconds for end_ns, seconds in seen.restarts if end_ns >= since_ns]),
     )
 
 
