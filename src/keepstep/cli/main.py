@@ -40,7 +40,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("keepstep.cli.demo:demo", "Train, break it, resume and account, on this machine.", "launch"),
     "ckpt": Verb("keepstep.cli.ckpt:ckpt", "Look at checkpoints, keep them, sign them."),
     "goodput": Verb("keepstep.cli.goodput:goodput", "Say where the wall-clock of a run went."),
-    "plan": Verb("keepstep.cli.plan:plan", "Say what to expect of a job and what to change first.", "plots"),
+    "plan": Verb("keepstep.cli.plan:plan", "Say what to expect of a job and what to change first."),
     "hang": Verb("keepstep.cli.hang:hang", "Name the ranks a hang waits for, from flight-recorder dumps."),
     "check": Verb("keepstep.cli.check:check", "Check this node, or the bandwidth of a job's nodes."),
     "config": Verb("keepstep.cli.config:config", "Show or check the configuration of a run or a --config file."),

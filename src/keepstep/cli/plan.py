@@ -17,6 +17,7 @@ from keepstep.cli.model_flags import DURATION, SHARE, job_from_flags, job_option
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.plan_history import Seen, from_events, from_fleet, from_trace, take
 from keepstep.cli.plan_table import render
+from keepstep.cli.plots import plot_path, tornado
 from keepstep.cli.run_flags import Number
 from keepstep.goodput.calibration import Forecast, make_forecast
 from keepstep.goodput.campaign import GIVEN_SHAPE, RateKnowledge, given_rate
@@ -93,6 +94,7 @@ def plan(runs: tuple[str, ...], output: str, plot: str | None, store: bool, **fl
     folders = [find_run(run) for run in runs]
     if store and not folders:
         raise ConfigError("--store keeps the forecast with a run; name the RUN")
+    picture = plot_path(plot)
     context = click.get_current_context()
     origins = {
         name: "given" if context.get_parameter_source(name) is ParameterSource.COMMANDLINE else "default"
@@ -100,11 +102,9 @@ def plan(runs: tuple[str, ...], output: str, plot: str | None, store: bool, **fl
         if value is not None and value != ()
     }
     made, forecast = compute(folders, flags, origins)
-    if plot is not None:
-        from keepstep.planner.plots import tornado
-
-        tornado(made, Path(plot))
-        note(f"wrote {plot}")
+    if picture is not None:
+        tornado(made, picture)
+        note(f"wrote {picture}")
     if store:
         from keepstep.launcher.views.forecasts import keep
 

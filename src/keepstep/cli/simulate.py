@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +15,7 @@ from click.core import ParameterSource
 
 from keepstep.cli.model_flags import job_options
 from keepstep.cli.output import emit, format_duration_s, format_share, make_console, note, output_option
+from keepstep.cli.plots import plot_path
 from keepstep.cli.simulate_flags import scenario_from_flags, scenario_options
 from keepstep.planner.scenario import DAY_S, Scenario
 from keepstep.records.errors import ConfigError
@@ -56,7 +56,7 @@ def simulate(ctx: click.Context, /, output: str, **flags: Any) -> None:
     scenarios are those of the scenarios.
     """
     begin = time.perf_counter()
-    plot = _plot_path(flags["plot"])
+    plot = plot_path(flags["plot"])
     scenarios = _scenarios(ctx, flags)
     from keepstep.planner.sim.campaign import pick_engine, simulate_runs, sum_up, with_price
 
@@ -92,20 +92,6 @@ def simulate(ctx: click.Context, /, output: str, **flags: Any) -> None:
     took_s = time.perf_counter() - begin
     if engine == "numpy" and took_s > SLOW_S and importlib.util.find_spec("numba") is None:
         note(f"this took {took_s:.0f} s; pip install 'keepstep[fast]' makes it several times faster")
-
-
-def _plot_path(value: str | None) -> Path | None:
-    """Where to draw to. Raises ConfigError before anything is simulated for nothing."""
-    if value is None:
-        return None
-    path = Path(value)
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {value}: the name must end with {' or '.join(PLOT_SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'keepstep[plots]'")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {value}: there is no folder {path.parent}")
-    return path
 
 
 def _scenarios(ctx: click.Context, flags: dict[str, Any]) -> list[tuple[dict[str, str], Scenario]]:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
+from keepstep.cli.plots import new_figure, save
 from keepstep.planner.scenario import DAY_S
-from keepstep.records.errors import StorageError
 
 if TYPE_CHECKING:
     from keepstep.planner.sim.campaign import Campaign
@@ -21,7 +19,7 @@ BLUE, ORANGE = "#3b6ea5", "#d9822b"
 
 def draw_campaign(path: Path, campaign: Campaign, goodput: Floats) -> None:
     """How goodput spreads over runs, and what the rest of the time went into. Raises StorageError when it cannot be written."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     left.hist(goodput, bins=min(40, max(5, len(goodput) // 10)), color=BLUE)
     for value, style in ((campaign.goodput.p5, ":"), (campaign.goodput.mean, "-"), (campaign.goodput.p95, ":")):
@@ -37,12 +35,12 @@ def draw_campaign(path: Path, campaign: Campaign, goodput: Floats) -> None:
     right.invert_yaxis()
     right.set_xlabel("% of the time")
     right.set_title("what the rest went into")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_sweep(path: Path, campaigns: Sequence[Campaign]) -> None:
     """Goodput along the first key with p5 to p95, a line for each combination of the others. Raises StorageError."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     first, *others = campaigns[0].at
     lines: dict[str, list[Campaign]] = {}
@@ -58,7 +56,7 @@ def draw_sweep(path: Path, campaigns: Sequence[Campaign]) -> None:
     axes.set_ylabel("goodput (mean, p5 to p95)")
     if others:
         axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def _places(values: list[str]) -> list[Any]:
@@ -66,10 +64,3 @@ def _places(values: list[str]) -> list[Any]:
     with contextlib.suppress(ValueError):
         return [float(value) for value in values]
     return values
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StorageError(f"--plot {path}: {error.strerror or error}") from error
