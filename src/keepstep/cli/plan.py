@@ -28,6 +28,8 @@ from keepstep.planner.plan import Circumstances, Plan, make_plan, planned_job
 from keepstep.records.codec import rfc3339
 from keepstep.records.errors import ConfigError
 
+SHORT_REPAIR_S = 600.0
+"""No node is repaired in less: somebody meant hours."""
 ABOVE_0 = Number(above=True, unit="")
 
 
@@ -151,6 +153,8 @@ def compute(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, s
         fixed_interval=fixed_interval,
         goal=flags["goal"],
     )
+    if around.repair_s is not None and around.repair_s < SHORT_REPAIR_S:
+        note(f"--mttr {around.repair_s:g} s is taken: a number without a unit is seconds, such as 24h for a day")
     if around.spares is not None and around.repair_s is None:
         note(f"--spares {around.spares} without --mttr: how often they run out depends on how long a repair takes")
     made = make_plan(job, around, _inputs(job, around, derived, origins))

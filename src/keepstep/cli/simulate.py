@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SLOW_S = 5.0
 """From here on it is worth saying how to be faster."""
-PLOT_SUFFIXES = (".png", ".svg")
 
 
 @click.command("simulate")
