@@ -100,7 +100,7 @@ def place(
     3. When seats stay empty and the job may shrink, whole blocks are dropped: those with most empty seats, then the last ones.
        What is left moves up in the same order; whole nodes of a dropped block can fill seats of others, or become spares.
     4. When more nodes fit than before, up to `nnodes`, whole blocks of the nearest ones are added, and the rank order becomes
-       topology order with earlier holders first.
+       topology order with earlier holders first. Where nodes differ in their ranks, the most may be a mix without some of those.
 
     `lost`: nodes that must not be used, lost or excluded. `places`: levels of nodes that are no candidates any more.
     Of two candidates with one name the one that joined first counts.
