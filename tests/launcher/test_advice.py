@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.cli.goodput import load_goodput
+from keepstep.goodput.calibration import make_forecast
+from keepstep.goodput.campaign import RateKnowledge
+from keepstep.goodput.job import Job, Tier
 from keepstep.goodput.settings import HANG_MOST_S, Source
 from keepstep.launcher import messages as m
-from keepstep.launcher.views.forecasts import calibrations, read
+from keepstep.launcher.views.forecasts import calibrations, keep, read, telling
+from keepstep.records.codec import rfc3339
 from keepstep.records.errors import StorageError
 from keepstep.records.timeline import Mark
-from tests.cli.story import keepstep
+from tests.cli.story import BASE_NS, END, FAULT, FIRST, SECOND, S, keepstep, write_run
 from tests.launcher.harness import Launch, training
 from tests.launcher.lives import Lead, hello, note, shape, started
 
@@ -60,6 +65,28 @@ def test_a_mark_of_a_rank_without_sense_ends_nothing(tmp_path: Path) -> None:
     assert lead.job.advised == {"None": {"x": 1}}
     assert calibrations(tmp_path) == []
     lead.close()
+
+
+def test_a_forecast_that_was_kept_meets_what_happened(tmp_path: Path) -> None:
+    """Two nodes that train for half a minute and fail once; kept at the begin and after the end."""
+    run_dir = write_run(tmp_path / "job-1", [*FIRST, *FAULT, *SECOND, *END])
+    job = Job(nodes=2, rate_per_node_day=1.0, interval_s=120.0, tiers=(Tier(name="disk", block_s=0.5),))
+    often = RateKnowledge(shape=1e6, node_days=1e6 / (10 * 86_400.0 / 60.0), source="ten failures a node and minute")
+    for made_ns in (BASE_NS, BASE_NS + 10**6 * S):
+        keep(run_dir, make_forecast(job, often, 1.0, made_at=rfc3339(made_ns), source="plan"))
+    account = load_goodput(run_dir, all_attempts=True)
+    found = telling(run_dir)
+    assert found is not None
+    apart = sum(account.phases[name] or 0.0 for name in ("queue", "init", "drain"))
+    assert found.wall_s == pytest.approx(account.wall_s - apart - account.lost_by_cause["startup"])
+    assert (found.failures_measured, found.source) == (1, "plan")
+    assert found.goodput_measured == pytest.approx((account.productive_s or 0.0) / found.wall_s)
+    assert found.verdict == "above"  # failing every 3 s, it was forecast never to save
+    assert found.failures_chance < 0.05
+    late = calibrations(run_dir)[1]
+    assert (late.verdict, late.wall_s) == ("too_early", 0.0)
+    text = keepstep("goodput", run_dir, "-o", "table").stdout
+    assert "(plan): goodput" in text and "above the interval" in text
 
 
 def test_a_real_run_follows_advice_and_its_forecast_is_compared(tmp_path: Path) -> None:
