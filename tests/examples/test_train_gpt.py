@@ -63,7 +63,7 @@ def test_example_is_short_enough_to_read() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 200
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_plain_python_interrupted_and_continued_equals_an_uninterrupted_run(tmp_path: Path, signum: int) -> None:
     steps, stopped_after = 24, 9
     whole = Folder(tmp_path / "whole", steps, seed=3)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow  # 445 expressions, 14 s
 @pytest.mark.timeout(150)
 def test_no_expression_hangs_on_a_line_that_repeats_what_it_repeats() -> None:
     command = [sys.executable, "-m", "tests.sources.regex_attack"]
