@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keepstep.planner.scenario import DAY_S
-from keepstep.planner.sim.campaign import Results, simulate
+from keepstep.planner.sim.campaign import Results, pick_engine, simulate
 from keepstep.planner.sim.model import EXHAUSTED, IDLE_FAULTS, MOST_DOWN, NO_SPARE, Floats, Ints
 from keepstep.planner.sim.nodepolicy import KEEP, RETIRE, built_in
 from keepstep.records.errors import ConfigError
@@ -129,6 +129,13 @@ class TestEngineChoice:
     def test_campaigns_that_would_not_fit_into_memory(self) -> None:
         with pytest.raises(ConfigError, match=r"days 1e\+06: 3.2e\+06 faults in each run"):
             simulate(simple(days=1e6), 1)
+
+    def test_few_events_are_not_worth_compiling(self) -> None:
+        pytest.importorskip("numba")
+        assert pick_engine("auto", events=1000.0) == "numpy"
+        assert pick_engine("auto", events=1e8) == "numba"
+        assert pick_engine("numba", events=1.0) == "numba"
+        assert simulate(simple(days=1.0), 2).engine == "numpy"
 
     def test_without_numba(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

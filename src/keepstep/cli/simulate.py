@@ -58,8 +58,10 @@ def simulate(ctx: click.Context, /, output: str, **flags: Any) -> None:
     plot = plot_path(flags["plot"])
     scenarios = _scenarios(ctx, flags)
     from keepstep.planner.sim.campaign import pick_engine, simulate_runs, sum_up, with_price
+    from keepstep.planner.sim.tape import expected_events
 
-    engine = pick_engine(flags["engine"])
+    events = flags["runs"] * sum(expected_events(scenario) for _, scenario in scenarios)
+    engine = pick_engine(flags["engine"], events=events)
     campaigns: list[Campaign] = []
     results: list[Results] = []
     with _progress(len(scenarios) * flags["runs"]) as advance:

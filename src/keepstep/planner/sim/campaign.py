@@ -6,6 +6,7 @@ The result of a run depends on the seed and on its index alone: not on the engin
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,9 @@ BLOCKS_OF_BATCH = {"numpy": 16, "numba": 2}
 """Blocks of runs at most; many runs side by side are what makes numpy fast, the compiled engine gains nothing from them."""
 WORTH_PROCESSES_S = 4.0
 """Work left that is worth the start of other processes, which takes about a second."""
+WORTH_COMPILING = 2_000_000
+"""Events in all that are worth the other engine: it loads for half a second, and compiles for six when it never did; numpy plays
+these in about a second and a half. Which one it is shows in nothing but time."""
 CLOSES_WITHIN = 1e-9
 
 
@@ -167,13 +171,14 @@ def simulate(
     not there.
     """
     begin = time.perf_counter()
-    engine = pick_engine(engine, policy)
+    scenario.check()
+    engine = pick_engine(engine, policy, runs * expected_events(scenario))
     results = simulate_runs(scenario, runs, seed, engine, jobs, progress, policy)
     return sum_up(scenario, results, engine=engine, seed=seed, wall_s=time.perf_counter() - begin)
 
 
-def pick_engine(engine: str, policy: NodePolicy | None = None) -> Literal["numpy", "numba"]:
-    """The engine to use. Raises ConfigError where it cannot be had."""
+def pick_engine(engine: str, policy: NodePolicy | None = None, events: float = math.inf) -> Literal["numpy", "numba"]:
+    """The engine to use for so many events of all runs together. Raises ConfigError where it cannot be had."""
     if engine not in ("auto", "numpy", "numba"):
         raise ConfigError(f"engine {engine}: auto, numpy or numba")
     there = importlib.util.find_spec("numba") is not None
@@ -181,7 +186,8 @@ def pick_engine(engine: str, policy: NodePolicy | None = None) -> Literal["numpy
         raise ConfigError("engine numba: a policy of one's own needs the engine numpy")
     if engine == "numba" and not there:
         raise ConfigError("engine numba: numba is not installed: pip install 'keepstep[fast]'")
-    return "numba" if engine != "numpy" and there and policy is None else "numpy"
+    worth = engine == "numba" or events >= WORTH_COMPILING
+    return "numba" if engine != "numpy" and there and worth and policy is None else "numpy"
 
 
 def simulate_runs(
