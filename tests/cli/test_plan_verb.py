@@ -199,7 +199,7 @@ class TestHistories:
         run_dir = write_run(tmp_path / "job-1", [*FIRST, *FAULT, *SECOND, *END])
         record = plan(run_dir, "--delta", "0.5")
         inputs = record["inputs"]
-        assert (inputs["nodes"], inputs["persist_lag_s"]) == (2, 0.25)
+        assert (inputs["nodes"], inputs["gpus"], inputs["persist_lag_s"]) == (2, 4, 0.25)
         assert inputs["origins"]["persist_lag"].startswith("run job-1: median")
         assert sum(inputs["restart_phases"].values()) > 0.0
         assert inputs["origins"]["failures"].startswith("1 run(s): 1 in")

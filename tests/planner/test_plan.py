@@ -86,6 +86,7 @@ def test_few_spares_are_called_few() -> None:
     assert made.spares.given is not None
     assert made.expected.goodput == made.spares.given.goodput_job
     assert made.expected.goodput == pytest.approx(made.goodput.exact * (1.0 - made.spares.given.stall_share), abs=0.01)
+    assert made.dominant == "no_spare"
     row = next(r for r in made.recommendation if r.change == "spares")
     assert (row.now, row.gain_points > 10.0) == ("5", True)
 

@@ -30,7 +30,7 @@ class Value(NamedTuple):
 def measured(run_dir: Path) -> dict[str, Value]:
     """What a run folder says of the inputs; what it does not say is not there.
 
-    block_s, persist_lag_s, restart_s, nodes, failures, exposure_node_days. Raises NotFoundError, StorageError.
+    block_s, persist_lag_s, restart_s, nodes, ranks_per_node, failures, exposure_node_days. Raises NotFoundError, StorageError.
     """
     from keepstep.launcher.coordination.journal import read_marks
     from keepstep.launcher.views.failures import read_failures, restart_s
@@ -46,9 +46,12 @@ def measured(run_dir: Path) -> dict[str, Value]:
     again_s = restart_s(account)
     if again_s is not None:
         found["restart_s"] = Value(again_s, "median of the run's restarts")
-    active = next((c.active_nodes for c in reversed(account.cycles) if c.active_nodes), None)
-    if active:
-        found["nodes"] = Value(len(active), "the run's newest cycle")
+    newest = next((c for c in reversed(account.cycles) if c.active_nodes), None)
+    if newest is not None:
+        found["nodes"] = Value(len(newest.active_nodes), "the run's newest cycle")
+        if newest.ranks:
+            per_node = -(-len(newest.ranks) // len(newest.active_nodes))
+            found["ranks_per_node"] = Value(per_node, "the run's newest cycle")
     history = read_failures(run_dir, time.time_ns())
     if history is not None:
         found["failures"] = Value(history.failures, f"interruptions of the run since {history.since}")

@@ -181,8 +181,10 @@ def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, 
         for name, flag in (("block_s", "delta"), ("persist_lag_s", "persist_lag"), ("restart_s", "restart")):
             if name in found and origins.get(flag) != "given" and not flags["tiers"]:
                 flags[flag], origins[flag] = found[name].value, f"{where}: {found[name].origin}"
-        if "nodes" in found and "gpus" not in origins:
-            flags["gpus"] = found["nodes"].value * flags["gpus_per_node"]
+        if "nodes" in found and origins.get("gpus") in (None, "run"):
+            if "ranks_per_node" in found and origins.get("gpus_per_node") != "given":
+                flags["gpus_per_node"] = found["ranks_per_node"].value
+            flags["gpus"], origins["gpus"] = found["nodes"].value * flags["gpus_per_node"], "run"
         if "failures" in found:
             failures += found["failures"].value
             node_days += found["exposure_node_days"].value

@@ -55,7 +55,8 @@ def _headline(plan: Plan) -> list[str]:
             f"{expected.gpu_hours:,.0f} GPU-hours, ${expected.usd:,.0f}; lost ${expected.lost_usd:,.0f}; "
             f"a point of goodput is ${expected.usd_per_point:,.0f}"
         )
-    lines.append(f"the largest loss is {plan.dominant.replace('_', ' ')}")
+    largest = "waiting for nodes: too few spares" if plan.dominant == "no_spare" else plan.dominant.replace("_", " ")
+    lines.append(f"the largest loss is {largest}")
     return lines
 
 

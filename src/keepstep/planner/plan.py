@@ -65,6 +65,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """What the campaign comes to, waiting for nodes included, with the spares that are given or recommended."""
 
     goodput: float
+    """Mean over what the failure rate may be; `goodput.exact` of the plan is at its mean."""
     goodput_interval: tuple[float, float]
     paid_goodput: float
     """Spares in the denominator."""
@@ -123,7 +124,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of `exact` in a campaign, 90 %."""
     lost: Lost
     dominant: str
-    """The largest of `lost`."""
+    """The largest of `lost`, or "no_spare" when waiting for nodes takes more."""
     expected: Expected
     spares: SparePlan | None
     crossover: Crossover
@@ -143,7 +144,7 @@ def make_plan(job: Job, around: Circumstances, inputs: dict[str, Any]) -> Plan:
     there = forecast(job)
     low, high = around.rate.quantile(0.05), around.rate.quantile(0.95)
     spares = _spares(job, around)
-    expected = _expected(job, there, around, spares)
+    expected = _expected(job, around, spares)
     tier = job.tiers[0]
     formulas = intervals(tier.block_s, job.mttf_s, tier.persist_lag_s)
     if len(job.tiers) > 1:
@@ -165,7 +166,7 @@ def make_plan(job: Job, around: Circumstances, inputs: dict[str, Any]) -> Plan:
         ),
         goodput_interval=goodput_interval(job, around.rate, around.days),
         lost=lost,
-        dominant=max(msgspec.structs.asdict(lost).items(), key=lambda item: item[1])[0],
+        dominant=_dominant(lost, spares),
         expected=expected,
         spares=spares,
         crossover=crossover(job),
@@ -174,6 +175,13 @@ def make_plan(job: Job, around: Circumstances, inputs: dict[str, Any]) -> Plan:
         measure=_measurements(job, around, expected.usd_per_point),
         goal=None if around.goal is None else _goal(job, around),
     )
+
+
+def _dominant(lost: Lost, spares: SparePlan | None) -> str:
+    parts = msgspec.structs.asdict(lost)
+    if spares is not None:
+        parts["no_spare"] = (spares.given or spares.best).stall_share
+    return max(parts.items(), key=lambda item: item[1])[0]
 
 
 def planned_job(job: Job, around: Circumstances) -> Job:
@@ -218,7 +226,7 @@ def _spares(job: Job, around: Circumstances) -> SparePlan | None:
     )
 
 
-def _expected(job: Job, there: JobForecast, around: Circumstances, spares: SparePlan | None) -> Expected:
+def _expected(job: Job, around: Circumstances, spares: SparePlan | None) -> Expected:
     running: Callable[[float], float] | None = None
     chosen: SpareChoice | None = None
     count = around.spares or 0
@@ -232,7 +240,7 @@ def _expected(job: Job, there: JobForecast, around: Circumstances, spares: Spare
 
     hours = job.nodes * job.gpus_per_node * around.days * 24.0
     price = around.price_usd
-    value = there.exact if chosen is None else chosen.goodput_job
+    value = expected_over(around.rate, lambda r: goodput(at_rate(job, r))) if chosen is None else chosen.goodput_job
     return Expected(
         goodput=value,
         goodput_interval=goodput_interval(job, around.rate, around.days, running=running),
