@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from keepstep.cli.goodput import find_run
-from keepstep.cli.measured import Value, measured, rate_prior
+from keepstep.cli.measured import Value, measured, open_run, rate_prior
 from keepstep.cli.output import emit, format_duration_s, output_option
 from keepstep.cli.run_flags import SECONDS, SECONDS_ABOVE_0, Number
 from keepstep.goodput.advice import MAX_INTERVAL_S, MIN_INTERVAL_S, IntervalAdvice, advise
@@ -73,7 +73,7 @@ def compute(run_dir: Path | None, flags: dict[str, Any]) -> IntervalAdvice:
         raise ConfigError(f"--nodes {flags['nodes']} and --gpus {flags['gpus']}: give one of them")
     if flags["min_s"] > flags["max_s"]:
         raise ConfigError(f"--min {flags['min_s']:g} is above --max {flags['max_s']:g}")
-    of_run = {} if run_dir is None else measured(run_dir)
+    of_run = {} if run_dir is None else measured(open_run(run_dir))
     values = {**_defaults(), **of_run, **_given(flags)}
     for name, flag in (("block_s", "--delta"), ("nodes", "--nodes or --gpus")):
         if name not in values:

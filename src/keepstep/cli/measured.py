@@ -27,20 +27,34 @@ class Value(NamedTuple):
     origin: str
 
 
-def measured(run_dir: Path) -> dict[str, Value]:
-    """What a run folder says of the inputs; what it does not say is not there.
+class Run(NamedTuple):
+    """A run folder, read once: its account over all attempts, and the marks of its journal."""
 
-    block_s, persist_lag_s, restart_s, nodes, ranks_per_node, failures, exposure_node_days. Raises NotFoundError, StorageError.
-    """
+    folder: Path
+    account: Goodput
+    marks: Sequence[Mark]
+
+
+def open_run(run_dir: Path) -> Run:
+    """Raises NotFoundError, StorageError."""
     from keepstep.launcher.coordination.journal import read_marks
+
+    return Run(run_dir, load_goodput(run_dir, all_attempts=True), read_marks(run_dir))
+
+
+def measured(run: Run) -> dict[str, Value]:
+    """What a run says of the inputs; what it does not say is not there.
+
+    block_s, persist_lag_s, restart_s, nodes, ranks_per_node, failures, exposure_node_days. Raises StorageError.
+    """
     from keepstep.launcher.views.failures import read_failures, restart_s
 
-    account = load_goodput(run_dir, all_attempts=True)
+    account = run.account
     found: dict[str, Value] = {}
     blocked_s = account.checkpoints.block_s_median
     if blocked_s is not None:
         found["block_s"] = Value(blocked_s, "median of the run's saves")
-    lags = [m.attrs["persist_ns"] for m in read_marks(run_dir) if m.kind == "committed" and m.attrs.get("persist_ns")]
+    lags = [m.attrs["persist_ns"] for m in run.marks if m.kind == "committed" and m.attrs.get("persist_ns")]
     if lags:
         found["persist_lag_s"] = Value(statistics.median(lags) / NS_PER_S, f"median of {len(lags)} commits of the run")
     again_s = restart_s(account)
@@ -52,19 +66,17 @@ def measured(run_dir: Path) -> dict[str, Value]:
         if newest.ranks:
             per_node = -(-len(newest.ranks) // len(newest.active_nodes))
             found["ranks_per_node"] = Value(per_node, "the run's newest cycle")
-    history = read_failures(run_dir, time.time_ns())
+    history = read_failures(run.folder, time.time_ns())
     if history is not None:
         found["failures"] = Value(history.failures, f"interruptions of the run since {history.since}")
         found["exposure_node_days"] = Value(history.node_s / DAY_S, "node time of the run's cycles")
     return found
 
 
-def measured_phases(run_dir: Path) -> dict[str, float]:
+def measured_phases(run: Run) -> dict[str, float]:
     """Medians over the run's restarts: detect_s of faults that were no hangs, decide_s, replace_s, start_s, load_s; with hangs also
-    hang_share and hang_s. Empty before the first restart. Raises NotFoundError, StorageError."""
-    from keepstep.launcher.coordination.journal import read_marks
-
-    spent = _restarts(load_goodput(run_dir, all_attempts=True))
+    hang_share and hang_s. Empty before the first restart."""
+    spent = _restarts(run.account)
     if not spent:
         return {}
     parts = {
@@ -77,7 +89,7 @@ def measured_phases(run_dir: Path) -> dict[str, float]:
         name: statistics.median(sum(float(getattr(p, field)) for field in fields) for p in spent)
         for name, fields in parts.items()
     }
-    return found | _detection(read_marks(run_dir))
+    return found | _detection(run.marks)
 
 
 def _restarts(account: Goodput) -> list[CyclePhases]:

@@ -12,7 +12,7 @@ import msgspec
 from click.core import ParameterSource
 
 from keepstep.cli.goodput import find_run
-from keepstep.cli.measured import measured, measured_phases, rate_prior
+from keepstep.cli.measured import measured, measured_phases, open_run, rate_prior
 from keepstep.cli.model_flags import DURATION, SHARE, job_from_flags, job_options
 from keepstep.cli.output import emit, note, output_option
 from keepstep.cli.plan_history import Seen, from_events, from_fleet, from_trace, take
@@ -176,7 +176,8 @@ def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, 
     """Fill what flags leave open from the runs: costs from the newest that says them. Failures and node-days of all of them."""
     failures = node_days = 0.0
     for folder in folders:
-        found = measured(folder)
+        run = open_run(folder)
+        found = measured(run)
         where = f"run {folder.name}"
         for name, flag in (("block_s", "delta"), ("persist_lag_s", "persist_lag"), ("restart_s", "restart")):
             if name in found and origins.get(flag) != "given" and not flags["tiers"]:
@@ -188,7 +189,7 @@ def _measure(folders: Sequence[Path], flags: dict[str, Any], origins: dict[str, 
         if "failures" in found:
             failures += found["failures"].value
             node_days += found["exposure_node_days"].value
-        phases = measured_phases(folder)
+        phases = measured_phases(run)
         if phases and not {"restart", "start", "kinds"} & {n for n, o in origins.items() if o == "given"}:
             _take_phases(phases, flags, origins, where)
     return Seen(failures, node_days, f"{len(folders)} run(s)")

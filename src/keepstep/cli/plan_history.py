@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from keepstep.goodput.campaign import RateKnowledge
 from keepstep.goodput.fleetrates import ALL
-from keepstep.goodput.rates import PRIOR_SHAPE
 from keepstep.planner.traces import FaultTrace, read_traces
 from keepstep.records.errors import ConfigError
 
@@ -107,9 +106,11 @@ def from_fleet(runs: Sequence[str], since: str | None, sku: str) -> RateKnowledg
         seen = ", ".join(row.sku for row in rows) or "no node time"
         raise ConfigError(f"--sku {sku}: the fleet's runs have {seen}; name one of them")
     row = chosen[0]
-    shape = (PRIOR_SHAPE if row.prior_set_aside else row.prior.shape) + row.failures / row.dispersion
     days = f", last {rates.recent_days} days" if rates.recent else ""
     source = f"fleet, {row.sku}{days}: {row.failures} incidents in {row.node_days:.4g} node-days; before that {row.prior.source}"
     return RateKnowledge(
-        shape=shape, node_days=1000.0 * shape / row.per_1000_node_days, source=source, dispersion=row.dispersion
+        shape=row.shape,
+        node_days=1000.0 * row.shape / row.per_1000_node_days,
+        source=source,
+        dispersion=row.dispersion,
     )

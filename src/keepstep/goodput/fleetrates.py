@@ -49,6 +49,8 @@ class RateRow(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     level: float
     dispersion: float
+    shape: float
+    """Of the posterior: as if so many failures had been seen."""
     prior: Prior
     prior_set_aside: bool = False
 
@@ -196,6 +198,7 @@ def _row(sku: str, name: str, estimate: RateEstimate) -> RateRow:
         high=estimate.high * 1000.0,
         level=estimate.level,
         dispersion=estimate.dispersion,
+        shape=estimate.shape,
         prior=estimate.prior,
         prior_set_aside=estimate.prior_set_aside,
     )

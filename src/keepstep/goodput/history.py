@@ -15,6 +15,14 @@ FAILURE_RULES = frozenset({"node_lost", "node_excluded", "restart", "budget_exha
 Not among them: stops on request, code and numerical errors (exit 42 and 43), gang checks, taken ports."""
 
 
+def interrupts(kind: str, attrs: Mapping[str, Any]) -> bool:
+    """Whether a mark says that work was lost to a failure. Of the last one the fault says it: the job ends, no decision follows."""
+    rule = attrs.get("rule")
+    if kind == "decided":
+        return rule in FAILURE_RULES if rule is not None else attrs.get("counted") is True
+    return kind == "fault" and rule == "budget_exhausted"
+
+
 class HistoryFold(msgspec.Struct, kw_only=True):
     """Counts so far. Node time runs from the begin of each cycle to its end, restarts included: failures may hit those too."""
 
@@ -49,12 +57,8 @@ class HistoryFold(msgspec.Struct, kw_only=True):
             self.since_ns = self.since_ns or t_ns
         elif self.began_ns:
             self.seen_ns = max(self.seen_ns, t_ns)
-            rule = attrs.get("rule")
-            if kind == "decided":
-                self.failures += rule in FAILURE_RULES if rule is not None else attrs.get("counted") is True
-            elif kind == "fault" and rule == "budget_exhausted":
-                self.failures += 1  # the job ends: no decision follows
-            elif kind in ("cycle_ended", "run_ended"):
+            self.failures += interrupts(kind, attrs)
+            if kind in ("cycle_ended", "run_ended"):
                 self._close(t_ns)
 
     def _close(self, t_ns: int) -> None:

@@ -7,7 +7,9 @@ copies in memory alone, a node that is lost leaves those of its peers, a rack th
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 
 import msgspec
 
@@ -73,6 +75,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Mean time between failures of the job."""
         rate = self.rate_per_node_day * self.nodes
         return 86_400.0 / rate if rate > 0.0 else math.inf
+
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """Intervals between two saves to each tier."""
+        return tuple(itertools.accumulate((tier.every for tier in self.tiers), operator.mul))
 
     def restart_s(self, kind: FailureKind) -> float:
         """From a failure of this kind to training again, with a spare at hand."""

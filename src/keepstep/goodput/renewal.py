@@ -127,7 +127,7 @@ def _attempt(length_s: float, rate_per_s: float) -> tuple[float, float, float]:
 def kept_share(job: Job, rates_per_s: Sequence[float], *, lags: bool = True) -> float:
     """Share of training time that becomes lasting work; failures that need tier i come at `rates_per_s[i]` in training time."""
     tau_s, top = job.interval_s, len(job.tiers) - 1
-    periods = _periods(job)
+    periods = job.periods
     # One save in flight to each tier: where saves are durable later than the next is due, training waits.
     base_s = tau_s + job.tiers[0].block_s
     if lags:
@@ -155,15 +155,6 @@ def kept_share(job: Job, rates_per_s: Sequence[float], *, lags: bool = True) -> 
             same = [t.persist_lag_s for t, p in zip(job.tiers, periods, strict=True) if p == periods[index]]
             kept *= math.exp(-rates_per_s[index] * min(same))
     return kept
-
-
-def _periods(job: Job) -> list[int]:
-    """Intervals between two saves to each tier."""
-    periods, count = [], 1
-    for tier in job.tiers:
-        count *= tier.every
-        periods.append(count)
-    return periods
 
 
 def _missed(
@@ -244,8 +235,8 @@ def forecast(job: Job) -> JobForecast:
     rates = [rate * p for p in gone.tiers]
     kept = training * kept_share(job, rates)
     without_lag = training * kept_share(job, rates, lags=False)
-    period = _periods(job)[-1]
-    count_of = zip(job.tiers, _periods(job), strict=True)
+    period = job.periods[-1]
+    count_of = zip(job.tiers, job.periods, strict=True)
     block_s = math.fsum(tier.block_s * (period / each) for tier, each in count_of)
     checkpoint = kept * block_s / (period * job.interval_s)
     lag = max(0.0, without_lag - kept) * (1.0 + block_s / (period * job.interval_s))
@@ -276,10 +267,10 @@ def _by_sums(job: Job, form: Callable[..., float]) -> float:
         value = form(tau_s, tier.block_s, job.mttf_s, job.mean_restart_s(), tier.persist_lag_s)
         return value * (1.0 - job.straggler_share)
     rework = math.fsum(
-        kind.share * (_periods(job)[kind.tier] * tau_s / 2.0 + job.restart_s(kind) + job.tiers[kind.tier].persist_lag_s)
+        kind.share * (job.periods[kind.tier] * tau_s / 2.0 + job.restart_s(kind) + job.tiers[kind.tier].persist_lag_s)
         for kind in job.kinds
     )
-    saving = math.fsum(t.block_s / (p * tau_s) for t, p in zip(job.tiers, _periods(job), strict=True))
+    saving = math.fsum(t.block_s / (p * tau_s) for t, p in zip(job.tiers, job.periods, strict=True))
     alive = 1.0 - rework / job.mttf_s
     value = alive - saving if form is first_order else alive / (1.0 + saving)
     return value * (1.0 - job.straggler_share)
@@ -324,7 +315,7 @@ def _variance_of_sums(job: Job, rate: float) -> float:
     g = goodput(job)
     total = 0.0
     for kind in job.kinds:
-        span_s = _periods(job)[kind.tier] * (job.interval_s + job.tiers[0].block_s)
+        span_s = job.periods[kind.tier] * (job.interval_s + job.tiers[0].block_s)
         mean_s = span_s / 2.0 + job.tiers[kind.tier].persist_lag_s + job.restart_s(kind)
         total += kind.share * (mean_s**2 + span_s**2 / 12.0)
     return rate * total * g**2

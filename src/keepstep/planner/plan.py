@@ -195,11 +195,10 @@ def _lost(there: JobForecast) -> Lost:
 
 
 def _tiers(job: Job) -> list[TierPlan]:
-    rows, count = [], 1
-    for tier in job.tiers:
-        count *= tier.every
-        rows.append(TierPlan(name=tier.name, every=tier.every, interval_s=count * job.interval_s))
-    return rows
+    return [
+        TierPlan(name=tier.name, every=tier.every, interval_s=period * job.interval_s)
+        for tier, period in zip(job.tiers, job.periods, strict=True)
+    ]
 
 
 def replaced_share(job: Job) -> float:

@@ -271,8 +271,7 @@ class _Walk:
 
 def rollback_s(job: Job, kind: FailureKind) -> float:
     """Training that a failure undoes, to first order: half the time between two saves to the tier that survives, and its lag."""
-    saves = math.prod(tier.every for tier in job.tiers[: kind.tier + 1])
-    return saves * job.interval_s / 2.0 + job.tiers[kind.tier].persist_lag_s
+    return job.periods[kind.tier] * job.interval_s / 2.0 + job.tiers[kind.tier].persist_lag_s
 
 
 def kind_of(case: Case, job: Job) -> FailureKind:

@@ -77,11 +77,8 @@ def _inputs(job: Job, rate: RateKnowledge) -> Iterator[tuple[str, str, float, fl
 
 def _not_waiting(job: Job) -> Job:
     """A save that falls due while one is in flight is left out: no interval is shorter than what a save takes to be durable."""
-    least_s, period = job.interval_s, 1
-    for tier in job.tiers:
-        period *= tier.every
-        least_s = max(least_s, tier.persist_lag_s / period)
-    return msgspec.structs.replace(job, interval_s=least_s)
+    lags_s = (tier.persist_lag_s / period for tier, period in zip(job.tiers, job.periods, strict=True))
+    return msgspec.structs.replace(job, interval_s=max(job.interval_s, *lags_s))
 
 
 def _around(value: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import msgspec
 
 from keepstep.goodput.calibration import Calibration, Forecast, Happened, calibrate, make_forecast
 from keepstep.goodput.campaign import RateKnowledge
-from keepstep.goodput.history import FAILURE_RULES
+from keepstep.goodput.history import interrupts
 from keepstep.goodput.job import Job, RestartPhases, Tier
 from keepstep.goodput.partition import CAUSE_STARTUP, RECOVERY_PHASES, START_PHASES, Partition, partition
 from keepstep.launcher.coordination.journal import read_marks
@@ -178,20 +178,12 @@ def _happened(seen: _Seen, since_ns: int) -> Happened:
     return Happened(
         wall_s=wall_ns / NS_PER_S,
         productive_s=productive_ns / NS_PER_S if seen.part.reports_steps else None,
-        failures=sum(_interrupts(mark) for mark in later),
+        failures=sum(interrupts(mark.kind, mark.attrs) for mark in later),
         interval_s=_median([(b[0] - a[1]) / NS_PER_S for a, b in pairwise(blocks) if a[2] == b[2]]),
         block_s=_median([(end - begin) / NS_PER_S for begin, end, _ in blocks]),
         persist_lag_s=_median([mark.attrs["persist_ns"] / NS_PER_S for mark in commits]),
         restart_s=_median([seconds for end_ns, seconds in seen.restarts if end_ns >= since_ns]),
     )
-
-
-def _interrupts(mark: Mark) -> bool:
-    """The same as `goodput.history` counts."""
-    rule = mark.attrs.get("rule")
-    if mark.kind == "decided":
-        return rule in FAILURE_RULES if rule is not None else mark.attrs.get("counted") is True
-    return mark.kind == "fault" and rule == "budget_exhausted"
 
 
 def _blocks(marks: Sequence[Mark]) -> list[tuple[int, int, int]]:

@@ -119,7 +119,7 @@ def model_of(scenario: Scenario) -> Model:
 
 def _tiers_of(scenario: Scenario) -> Floats:
     tiers, interval_s = scenario.job.tiers, scenario.job.interval_s
-    period = np.cumprod([t.every for t in tiers]).astype(np.int64)
+    period = np.array(scenario.job.periods, dtype=np.int64)
     wait_s, super_s = np.zeros(len(tiers)), np.zeros(len(tiers))
     for i, tier in enumerate(tiers):
         inner = period[i] / period[:i]
