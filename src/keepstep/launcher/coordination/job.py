@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from keepstep.goodput.settings import hang_floor, spares_to_wait_for
 from keepstep.launcher import messages as m
+from keepstep.launcher.coordination.advising import advice, awaited_spares
 from keepstep.launcher.coordination.closing import (
     closing_marks,
     end_records,
@@ -329,7 +329,7 @@ class Job(JobState):
             Shape(
                 nnodes=shape.nnodes,
                 min_nodes=shape.min_nodes,
-                spares=self._spares_to_wait_for(),
+                spares=awaited_spares(self),
                 replica_size=shape.replica_size,
             ),
             [self._candidate(n) for n in known],
@@ -387,31 +387,7 @@ class Job(JobState):
             "substituted": [list(pair) for pair in placed.substitutes],
             "scatter": None if self._by_node_rank() else placed.scatter,
         }
-        return [*records, cycle, mark, *self._advice(number, len(placed.nodes), now_ns)]
-
-    def _spares_to_wait_for(self) -> int:
-        source, shape = self.shape.advice, self.shape
-        if source is None or not shape.spares:
-            return shape.spares
-        return int(spares_to_wait_for(source, self.failures.history(), shape.nnodes, shape.spares).value)
-
-    def _advice(self, number: int, nodes: int, now_ns: int) -> list[Record]:
-        """Marks of the settings that follow the failure rate and change with this cycle."""
-        source = self.shape.advice
-        if source is None:
-            return []
-        history = self.failures.history()
-        settings = [hang_floor(source, history, nodes)]
-        if self.shape.spares:
-            settings.append(spares_to_wait_for(source, history, self.shape.nnodes, self.shape.spares))
-        records = []
-        for setting in settings:
-            before = self.advised.get(setting.what)
-            if setting.value != before:
-                record = self.mark("advised", now_ns, **setting.attrs(before))
-                record["mark"]["cycle"] = number
-                records.append(record)
-        return records
+        return [*records, cycle, mark, *advice(self, number, len(placed.nodes), now_ns)]
 
     def _path(self, placed: Placement) -> str:
         """How this cycle came about; a cycle that follows its own gang check came about as that one did."""
